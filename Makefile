@@ -1,0 +1,78 @@
+# make train | test | lint | bench | gate | gpu | versions | clean        (each makes .venv first if it is missing)
+#
+#   PYTHON=python3.12   the interpreter .venv is made from
+#   TORCH=torch==2.14.1 the torch that is installed when there is none; a torch >= 2.10 that is there is taken as it is
+#   NATIVE=optional     go on without the native modules when there is no compiler
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+NATIVE ?= required
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+NATIVE_OPTION := $(if $(filter required,$(NATIVE)),--config-settings=--global-option=--require-native)
+NATIVE_SOURCES := setup.py CMakeLists.txt $(shell find csrc -type f)
+# One pytest process per core; tests/conftest.py divides torch's threads among them.
+PYTEST := $(PY) -m pytest -n auto --maxprocesses=8 --dist loadgroup
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint bench gate gpu versions clean
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+train: $(VENV)/.native
+	$(PY) examples/train_gpt.py
+
+test: $(VENV)/.native
+	$(PYTEST) tests
+
+lint: $(VENV)/.lint
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+	$(VENV)/bin/clang-format --dry-run -Werror $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+bench: $(VENV)/.native
+	$(PY) bench/optimizer.py
+
+gate: $(VENV)/.native
+	$(PY) tests/gate.py
+
+gpu: $(VENV)/.native
+	$(PY) tests/gpu_state.py
+	$(PYTEST) tests
+	if [ -d tests/gpu ]; then $(PY) -m pytest tests/gpu --override-ini=addopts=-ra; fi
+	$(PY) bench/optimizer.py
+
+versions: $(VENV)/.native
+	$(PY) tests/versions.py
+
+clean:
+	rm -rf $(VENV) build dist runs python/*.egg-info python/halfstep/*.so python/halfstep/_build_info.*.json \
+	    .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A base interpreter that brings a usable torch (a GPU machine's image, often several GB) lends it to .venv.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	    || { echo "halfstep needs Python 3.10 or newer; name one with make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	    || { echo "this Python has no venv module (Debian, Ubuntu: apt install python3-venv python3-dev)" >&2; exit 1; }
+	$(PYTHON) -m venv $$($(PYTHON) tests/torch_version.py >/dev/null 2>&1 && echo --system-site-packages) $(VENV)
+
+# Torch before everything else: a CUDA build of torch brings its own triton, and only the lack of one adds another.
+$(VENV)/.deps: pyproject.toml | $(VENV)/bin/python
+	$(PY) -c 'import torch' 2>/dev/null || $(PIP) install '$(TORCH)'
+	$(PY) tests/torch_version.py
+	$(PIP) install 'setuptools>=77' wheel 'pybind11>=2.13' 'cmake>=3.22' ninja
+	$(PIP) install --no-build-isolation $(NATIVE_OPTION) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.native: $(VENV)/.deps $(NATIVE_SOURCES)
+	$(PIP) install --quiet --no-build-isolation --no-deps $(NATIVE_OPTION) --editable .
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.deps
+	$(PIP) install --quiet --no-build-isolation $(NATIVE_OPTION) --editable '.[test,lint]'
+	@touch $@

@@ -1,0 +1,53 @@
+// The inner loops of the CPU backend, one table of them per instruction set. kernels.cpp is compiled once for each.
+#pragma once
+#include "adam_math.h"
+#include "tensor_table.h"
+
+namespace halfstep {
+
+// What update needs beside the row; scalars belong to the row's tensor.
+struct UpdateArgs {
+  AdamScalars scalars;
+  float grad_factor;
+  int64_t t;
+  uint32_t seed;
+  bool l2;                 // Adam's weight decay is on
+  bool stochastic_weight;  // 16-bit weights without a master round stochastically
+  bool heal;               // a fp32 master that no longer rounds to the weight gives way to the weight
+};
+
+struct ChunkStats {
+  double sum_squares;
+  bool nonfinite;
+};
+
+struct RandomKey {
+  uint32_t seed, t, param_id, stream;
+};
+
+struct Kernels {
+  const char* name;
+  // Elements [begin, end) of the row. Returns how many masters were healed.
+  int64_t (*update)(const AdamRow& row, const UpdateArgs& args, int64_t begin, int64_t end);
+  // One chunk (n <= kChunk) of grad * factor: its sum of squares in the contract's order.
+  ChunkStats (*stats)(const void* grad, Dtype dtype, int64_t n, float factor);
+  // x = round(x * factor) in place; true if a stored value is not finite.
+  bool (*scale)(void* x, Dtype dtype, int64_t n, float factor);
+  // dst = src, elements [begin, end); `key` null: nearest.
+  void (*cast)(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t begin, int64_t end,
+               const RandomKey* key);
+  // Adam's traffic without its arithmetic, 28 bytes per element: what the machine can do (benches only).
+  void (*probe)(float* p, const float* g, float* m, float* v, int64_t n);
+};
+
+#define HALFSTEP_DECLARE_ISA(isa) \
+  namespace isa {                 \
+  extern const Kernels kernels;   \
+  }
+HALFSTEP_DECLARE_ISA(baseline)
+HALFSTEP_DECLARE_ISA(avx2)
+HALFSTEP_DECLARE_ISA(avx512)
+HALFSTEP_DECLARE_ISA(neon)
+#undef HALFSTEP_DECLARE_ISA
+
+}  // namespace halfstep

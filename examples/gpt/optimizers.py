@@ -1,0 +1,117 @@
+"""The optimizer phase, two ways behind one interface: halfstep's, and what one writes by hand around torch.optim.
+
+Both hand back (optimizer, scaler), used as
+    scaler.scale(loss).backward(); skipped = scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import halfstep as hs
+import torch
+from torch import Tensor, nn
+
+from .config import Config
+
+BETAS = (0.9, 0.95)
+
+
+def build(config: Config, model: nn.Module) -> tuple[Any, Any]:
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    gains = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
+    scaling: dict[str, Any] = dict(
+        device=config.device,
+        init_scale=config.init_scale,
+        growth_interval=config.growth_interval,
+        enabled=config.scaled,
+    )
+    if config.optimizer == "torch":
+        return TorchPhase(groups, config), TorchScaler(**scaling)
+    optimizer = hs.AdamW(
+        groups,
+        lr=config.lr,
+        betas=BETAS,
+        master=None if config.master == "none" else config.master,
+        max_grad_norm=config.clip or None,
+    )
+    return optimizer, hs.LossScaler(**scaling)
+
+
+class TorchPhase:
+    """torch.optim.AdamW on float32 masters: copy the gradients up, clip, step, copy the weights down.
+
+    Weights that are float32 already (or `master="none"`) are updated in place.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], config: Config):
+        self.weights = [p for group in groups for p in group["params"]]
+        keep = config.master == "none" or config.weight_dtype == torch.float32
+        masters = {p: p if keep else nn.Parameter(p.detach().float()) for p in self.weights}
+        self.masters = list(masters.values())
+        self.copied = not keep
+        self.clip = config.clip or float("inf")
+        self.inner = torch.optim.AdamW(
+            [{**group, "params": [masters[p] for p in group["params"]]} for group in groups],
+            lr=config.lr,
+            betas=BETAS,
+            fused=True,  # the fastest of torch's three
+        )
+        self.param_groups = self.inner.param_groups
+
+    def take_gradients(self) -> None:
+        if self.copied:
+            for master, weight in zip(self.masters, self.weights, strict=True):
+                master.grad = weight.grad.float()
+
+    def give_weights(self) -> None:
+        if self.copied:
+            with torch.no_grad():
+                torch._foreach_copy_(self.weights, self.masters)
+
+    def zero_grad(self) -> None:
+        for p in (*self.weights, *self.masters):
+            p.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "masters": [m.detach() for m in self.masters]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+        with torch.no_grad():
+            torch._foreach_copy_(self.masters, state["masters"])
+
+
+class TorchScaler(torch.amp.GradScaler):
+    """torch's GradScaler around a TorchPhase; `step` returns whether it skipped, as halfstep's does."""
+
+    def step(self, optimizer: TorchPhase) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        optimizer.take_gradients()
+        self.unscale_(optimizer.inner)
+        norm = nn.utils.clip_grad_norm_(optimizer.masters, optimizer.clip)
+        super().step(optimizer.inner)
+        optimizer.give_weights()
+        return ~norm.isfinite()
+
+
+def bytes_by_part(model: nn.Module, optimizer: Any) -> dict[str, float]:
+    """Bytes per parameter of everything the phase keeps, added up from the tensors themselves."""
+    parameters = list(model.parameters())
+    parts = {
+        "weights": parameters,
+        "gradients": [p.grad for p in parameters],
+    }
+    if isinstance(optimizer, TorchPhase):
+        states = [optimizer.inner.state[m] for m in optimizer.masters]
+        if optimizer.copied:
+            parts["master"] = optimizer.masters
+            parts["float32 gradients"] = [m.grad for m in optimizer.masters]
+    else:
+        states = [optimizer.state[p] for p in parameters]
+        parts["master"] = [state.get("master", state.get("remainder")) for state in states]
+    parts["exp_avg"] = [state["exp_avg"] for state in states]
+    parts["exp_avg_sq"] = [state["exp_avg_sq"] for state in states]
+    count = sum(p.numel() for p in parameters)
+    sizes = {part: sum(t.nbytes for t in tensors if t is not None) / count for part, tensors in parts.items()}
+    return {part: size for part, size in sizes.items() if size}

@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Trains a small GPT on the Python standard library's sources, in mixed precision with halfstep.
+
+    python examples/train_gpt.py                                # bfloat16 weights, float32 masters, about 3 minutes
+    python examples/train_gpt.py --precision fp16               # float16 and a dynamic loss scale
+    python examples/train_gpt.py --optimizer torch              # the same, by hand around torch.optim.AdamW
+    python examples/train_gpt.py --preset medium --checkpoint-every 100        # interrupted? add --resume
+
+`train_step` is the part to copy. Model, text, optimizer set-up, checkpoints and report are in gpt/ beside this file.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from gpt import data, report
+from gpt.config import PRESETS, Config, Precision
+from gpt.run import Run
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+VALIDATION_BYTES = 65_536  # in windows spread over all of the validation text
+# Overflows in a row after which the model is to blame: 32 halvings are the whole range of a loss scale.
+OVERFLOW_LIMIT = 32
+
+
+def train_step(run: Run, text: data.Text) -> bool:
+    """One update from `accumulate` batches; False if a float16 gradient overflowed and there was none."""
+    config, history, clock = run.config, run.history, run.clock
+    for group in run.optimizer.param_groups:
+        group["lr"] = config.learning_rate(history.updates)
+
+    run.optimizer.zero_grad()
+    loss = 0.0
+    for number in range(config.accumulate):
+        batch = text.batch(config.seed, history.batches + number, config.batch, config.context)
+        inputs, targets = (tokens.to(run.device) for tokens in batch)
+        with clock("forward"), run.autocast():
+            part = run.model(inputs, targets) / config.accumulate
+        with clock("backward"):
+            run.scaler.scale(part).backward()
+        loss += part.item()
+
+    with clock("optimizer"):
+        skipped = run.scaler.step(run.optimizer)  # unscale, clip, update masters and moments, round to the weights
+        run.scaler.update()
+    clock.end_step()
+
+    # Reading the flag waits for the device; only float16, which must retry or drop this batch, has to.
+    overflowed = config.scaled and bool(skipped)
+    if not overflowed:
+        history.updates += 1
+        history.losses.append(loss)
+    if not overflowed or config.on_overflow == "skip":
+        history.batches += config.accumulate
+    return not overflowed
+
+
+def train(run: Run, text: data.Text, windows: Tensor, console: Console, saved: Path, save_every: int) -> None:
+    """Updates until `config.steps` are done, looking at the validation loss eight times on the way."""
+    config, history = run.config, run.history
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        bar = progress.add_task("", total=config.steps, completed=history.updates)
+        overflows = 0
+        while history.updates < config.steps:
+            start, scale = time.perf_counter(), run.scaler.get_scale()
+            updated = train_step(run, text)
+            history.seconds += time.perf_counter() - start
+            history.grown += run.scaler.get_scale() > scale
+            if not updated:
+                history.skipped += 1
+                overflows += 1
+                if overflows == OVERFLOW_LIMIT:
+                    raise RuntimeError(
+                        f"expected finite gradients, got {overflows} overflows in a row after update {history.updates} "
+                        f"(loss scale {run.scaler.get_scale()}); lower --lr, or use --precision bf16"
+                    )
+                continue
+            overflows = 0
+            if not math.isfinite(history.losses[-1]):
+                raise RuntimeError(
+                    f"expected a finite loss, got {history.losses[-1]} at update {history.updates}; lower --lr"
+                )
+
+            speed = config.tokens_per_step * history.updates / history.seconds
+            progress.update(bar, completed=history.updates, description=f"{speed:,.0f} tokens/s")
+            if history.updates % max(1, config.steps // 8) == 0 or history.updates == config.steps:
+                history.validation.append((history.updates, run.evaluate(text, windows)))
+                console.print(_progress_line(run, speed))
+            if save_every and history.updates % save_every == 0:
+                run.save(saved)
+
+
+def _progress_line(run: Run, speed: float) -> str:
+    history, steps = run.history, run.config.steps
+    recent = history.losses[-max(1, steps // 8) :]
+    left = (steps - history.updates) * history.seconds / history.updates
+    return (
+        f"{history.updates:6,} / {steps:,}   training {sum(recent) / len(recent):.3f}   "
+        f"validation {history.validation[-1][1]:.3f}   {speed:,.0f} tokens/s   ETA {left // 60:.0f}:{left % 60:02.0f}"
+    )
+
+
+def compare(config: Config, steps: int, text: data.Text, windows: Tensor) -> dict[str, dict[str, Any]]:
+    """The first `steps` updates of a run once more, with halfstep and with torch.optim, turn by turn.
+
+    Same start, same batches, same learning rates. Taking turns shares the machine's moods between the two.
+    """
+    no_counterpart = config.master == "split" or (config.master == "none" and config.scaled)
+    runs = {
+        "halfstep": Run(replace(config, optimizer="halfstep")),
+        "torch.optim": Run(replace(config, optimizer="torch", master="auto" if no_counterpart else config.master)),
+    }
+    while any(run.history.updates < steps for run in runs.values()):
+        for run in runs.values():
+            if run.history.updates < steps:
+                train_step(run, text)
+    for run in runs.values():
+        run.history.validation.append((steps, run.evaluate(text, windows)))
+    return {name: run.result() for name, run in runs.items()}
+
+
+def main(
+    preset: Annotated[Literal["small", "medium", "large"], typer.Option(help="Sizes of model and run.")] = "small",
+    precision: Annotated[Precision, typer.Option(help="16-bit weights, or float32 ones under autocast.")] = "bf16",
+    optimizer: Annotated[Literal["halfstep", "torch"], typer.Option(help="Who does the optimizer phase.")] = "halfstep",
+    master: Annotated[Literal["auto", "fp32", "split", "none"], typer.Option(help="Behind 16-bit weights.")] = "auto",
+    steps: Annotated[int | None, typer.Option(min=1, help="Updates; default as preset.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Blocks in a batch; default as preset.")] = None,
+    context: Annotated[int | None, typer.Option(min=2, help="Bytes in a block; default as preset.")] = None,
+    accumulate: Annotated[int | None, typer.Option(min=1, help="Batches to an update; default as preset.")] = None,
+    lr: Annotated[float | None, typer.Option(min=0, help="Highest learning rate; default as preset.")] = None,
+    warmup: Annotated[int | None, typer.Option(min=0, help="Updates up to it; default as preset.")] = None,
+    clip: Annotated[float, typer.Option(min=0, help="Largest gradient norm; 0: no limit.")] = Config.clip,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights and of the text's order.")] = Config.seed,
+    on_overflow: Annotated[Literal["retry", "skip"], typer.Option(help="What fp16 does with the batch.")] = "retry",
+    init_scale: Annotated[float, typer.Option(min=1, help="First loss scale of fp16.")] = Config.init_scale,
+    growth_interval: Annotated[int, typer.Option(min=1, help="Updates before it grows.")] = Config.growth_interval,
+    matmul: Annotated[Literal["auto", "native", "upcast"], typer.Option(help="16-bit products.")] = "auto",
+    device: Annotated[str, typer.Option(help="As torch names it; auto: cuda if there is one.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder for the picture and the checkpoint.")] = Path("runs/gpt"),
+    checkpoint_every: Annotated[int, typer.Option(min=0, help="Updates between checkpoints; 0: none.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in OUT.")] = False,
+    compare_steps: Annotated[int, typer.Option(min=0, help="Updates beside torch.optim at the end; 0: none.")] = 40,
+    json: Annotated[Path | None, typer.Option(help="Where to write the metrics, one JSON object.")] = None,
+) -> None:
+    """Trains a small GPT on the Python standard library's sources, in mixed precision with halfstep."""
+    sizes = dict(steps=steps, batch=batch, context=context, accumulate=accumulate, lr=lr, warmup=warmup)
+    config = Config(
+        **{**PRESETS[preset], **{name: value for name, value in sizes.items() if value is not None}},
+        **dict(precision=precision, optimizer=optimizer, master=master, clip=clip, seed=seed, matmul=matmul),
+        **dict(on_overflow=on_overflow, init_scale=init_scale, growth_interval=growth_interval),
+        device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
+    )
+    console = Console()
+    saved = out / "checkpoint.pt"
+    run = Run.resume(saved, config) if resume else Run(config)
+    text = data.load()
+    windows = text.validation_windows(VALIDATION_BYTES // config.context, config.context)
+    baselines = dict(zip(("bigram", "trigram"), data.ngram_nats(text, windows[:, 1:]), strict=True))
+    console.print(f"text        {text.source}", soft_wrap=True)
+    console.print("baselines   " + ", ".join(f"{name} {loss:.3f}" for name, loss in baselines.items()) + " nats per byte")
+    console.print(f"model       {run.parameters:,} parameters, {config.precision} on {config.device}")
+    console.print(f"matmul      {run.matmul.kind}: {run.matmul.reason}", soft_wrap=True)
+
+    train(run, text, windows, console, saved, checkpoint_every)
+    results = {"this run": run.result()}
+    if compare_steps:
+        results |= compare(run.config, min(compare_steps, config.steps), text, windows)
+    console.print(report.table(results))
+    if json:
+        report.write_json(json, report.metrics(run, results, baselines))
+    try:
+        report.picture(out / "loss.png", run.history.losses, run.history.validation, baselines)
+        console.print(f"loss curves in {out / 'loss.png'}", soft_wrap=True)
+    except ImportError:
+        console.print("no picture of the loss curves: it needs matplotlib (pip install matplotlib)")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,9 @@
+"""halfstep: the memory- and time-hungry half of a mixed-precision training step. `import halfstep as hs`."""
+
+from ._version import __version__
+from .cast import cast_
+from .gradients import clip_grad_norm_, grad_stats, unscale_
+from .optim import Adam, AdamW
+from .scaler import LossScaler
+
+__all__ = ["Adam", "AdamW", "LossScaler", "__version__", "cast_", "clip_grad_norm_", "grad_stats", "unscale_"]

@@ -1,0 +1,60 @@
+"""cast_: many tensors between float32, bfloat16 and float16 in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .ops import cast as cast_ops
+from .ops import schemas as _schemas  # noqa: F401  registers torch.ops.halfstep
+from .ops.layout import check_tensor, check_writable
+
+
+@torch.no_grad()
+def cast_(dst_list: Sequence[Tensor], src_list: Sequence[Tensor], rounding: str = "nearest", seed: int = 0) -> None:
+    """Writes every source into its destination, converted, in one multi-tensor call.
+
+    Args:
+        dst_list: float32, bfloat16 or float16 tensors, any strides (expanded ones are refused); written in place.
+        src_list: as many tensors of the same shapes and device, any of those dtypes.
+        rounding: "nearest" (to nearest even; NaN stays NaN, float16 overflows to Inf) or "stochastic" (up with
+            probability equal to the dropped fraction; the random word of an element depends on `seed`, the position in
+            the list and the element's row-major index alone: Philox-4x32-10).
+        seed: 0 .. 2**32 - 1, for rounding="stochastic".
+
+    Bytes moved per element: the two item sizes (4 + 2 for float32 to bfloat16).
+
+    Raises:
+        ValueError: lists of different lengths, shapes or devices differ, an unknown rounding, a seed out of range,
+            destinations that overlap themselves or each other, or a source that shares memory with a destination.
+        TypeError: another dtype, or a sparse tensor.
+
+    Example:
+        >>> weights = [torch.empty(3, dtype=torch.bfloat16)]
+        >>> hs.cast_(weights, [torch.tensor([1.0, 2.0, 3.0])])
+        >>> weights[0].tolist()
+        [1.0, 2.0, 3.0]
+    """
+    dst, src = list(dst_list), list(src_list)
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding={rounding!r}: expected 'nearest' or 'stochastic'")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed}: expected an integer from 0 to 2**32 - 1")
+    if len(dst) != len(src):
+        raise ValueError(f"dst_list has {len(dst)} tensors and src_list {len(src)}; they are paired, so give as many of each")
+    for i, (d, s) in enumerate(zip(dst, src, strict=True)):
+        check_tensor(d, f"dst_list[{i}]")
+        check_tensor(s, f"src_list[{i}]")
+        if d.shape != s.shape:
+            raise ValueError(
+                f"dst_list[{i}] has shape {tuple(d.shape)} and src_list[{i}] {tuple(s.shape)}; pairs must have one shape"
+            )
+        if d.device != s.device or d.device != dst[0].device:
+            raise ValueError(f"pair {i} is on {d.device} and {s.device}, the first on {dst[0].device}; use one device a call")
+    if torch.compiler.is_compiling():
+        torch.ops.halfstep.cast_(dst, src, rounding == "stochastic", seed)
+        return
+    check_writable(dst, [f"dst_list[{i}]" for i in range(len(dst))], src, [f"src_list[{i}]" for i in range(len(src))])
+    cast_ops.cast_(dst, src, rounding == "stochastic", seed)

@@ -1,0 +1,135 @@
+"""grad_stats, unscale_, clip_grad_norm_: the first half of the optimizer phase, for loops that want it on its own.
+
+halfstep's optimizers do all of this inside step(); nothing here needs to be called before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from .ops import optimizer as optimizer_ops
+from .ops.layout import check_tensor, check_writable
+from .shards import is_sharded
+
+
+def _checked(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
+    found = list(tensors)
+    for i, tensor in enumerate(found):
+        check_tensor(tensor, f"{name}[{i}]")
+        if is_sharded(tensor):
+            raise TypeError(f"{name}[{i}] is a DTensor; pass its local part (tensor.to_local()) and reduce over the mesh")
+        if tensor.device != found[0].device:
+            raise ValueError(f"{name}[{i}] is on {tensor.device}, {name}[0] on {found[0].device}; use one device a call")
+    return found
+
+
+def _scalar(value: Tensor | float, name: str, device: torch.device) -> Tensor:
+    scalar = torch.as_tensor(value, dtype=torch.float32, device=device)
+    if scalar.numel() != 1:
+        raise ValueError(f"{name} must be one number, got shape {tuple(scalar.shape)}")
+    return scalar.reshape(())
+
+
+@torch.no_grad()
+def grad_stats(grads: Iterable[Tensor], scale: Tensor | float | None = None) -> tuple[Tensor, Tensor]:
+    """Global norm and overflow check of u = f32(grad) * f32(1 / scale), in one read of the gradients.
+
+    Args:
+        grads: float32, bfloat16 or float16 tensors of one device, any shapes and strides; read only.
+        scale: the loss scale they carry, a number or 1-element tensor; None for unscaled gradients.
+
+    Returns:
+        (norm, found_inf): 0-d float64, and 0-d float32 that is 1.0 if any u is Inf or NaN. The norm has one fixed order of
+        summation on every backend, and does not overflow or vanish for finite gradients of any size.
+
+    Bytes read per element: the gradient's item size. Raises TypeError (dtype, sparse, DTensor), ValueError (devices).
+
+    Example:
+        >>> norm, found_inf = hs.grad_stats([torch.tensor([3.0]), torch.tensor([4.0])])
+        >>> norm.item(), found_inf.item()
+        (5.0, 0.0)
+    """
+    checked = _checked(grads, "grads")
+    device = checked[0].device if checked else torch.device("cpu")
+    divisor = None if scale is None else _scalar(scale, "scale", device)
+    if torch.compiler.is_compiling():
+        return torch.ops.halfstep.grad_stats(checked, divisor)
+    total, first_bad = optimizer_ops.grad_stats(checked, divisor)
+    return total.sqrt(), (first_bad >= 0).float()
+
+
+@torch.no_grad()
+def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float, found_inf: Tensor) -> None:
+    """grad = round(f32(grad) * inv_scale), in place, and found_inf = 1 if a stored value is Inf or NaN (else untouched).
+
+    Args:
+        grads: as in `grad_stats`; written in place, so expanded or overlapping ones are refused.
+        inv_scale: 1 / loss scale, a number or 1-element tensor; taken as float32.
+        found_inf: 1-element floating tensor on the same device; raised to 1, never lowered, as torch's own unscale.
+
+    Bytes moved per element: twice the gradient's item size. float16 gradients are allowed: what underflows here was
+    kept by the scale until now, so prefer the optimizer's own unscaling, which loses nothing. Raises as `grad_stats`.
+
+    Example:
+        >>> grads, found_inf = [torch.tensor([1024.0])], torch.zeros(())
+        >>> hs.unscale_(grads, 1 / 1024, found_inf)
+        >>> grads[0].item(), found_inf.item()
+        (1.0, 0.0)
+    """
+    checked = _checked(grads, "grads")
+    factor = _scalar(inv_scale, "inv_scale", found_inf.device)
+    if found_inf.numel() != 1 or not found_inf.is_floating_point():
+        raise ValueError(f"found_inf must be a 1-element floating tensor, got {found_inf.dtype} {tuple(found_inf.shape)}")
+    if torch.compiler.is_compiling():
+        torch.ops.halfstep.unscale_(checked, factor, found_inf)
+        return
+    check_writable(checked, [f"grads[{i}]" for i in range(len(checked))])
+    first_bad = optimizer_ops.unscale_(checked, factor)
+    found_inf.copy_(torch.maximum(found_inf, (first_bad >= 0).to(found_inf)))
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_ for the 2-norm: float32, bfloat16 and float16 gradients, two passes for all.
+
+    Args:
+        parameters: a parameter or an iterable of them; those without a gradient are left out.
+        max_norm: gradients are scaled by min(1, max_norm / (norm + 1e-6)); not negative.
+        norm_type: must be 2.
+        error_if_nonfinite: raise RuntimeError if the norm is Inf or NaN, before anything is written.
+        foreach: accepted for compatibility; all tensors go in one call anyway.
+
+    Returns: the norm before clipping, 0-d float64.
+
+    Bytes moved per element: the gradient's item size, three times if it clips. Optimizers with max_grad_norm= clip
+    inside the step and write nothing back.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> hs.clip_grad_norm_([weight], max_norm=1.0).item()
+        5.0
+    """
+    if float(norm_type) != 2.0:
+        raise ValueError(f"norm_type={norm_type}: halfstep clips by the 2-norm; use torch.nn.utils.clip_grad_norm_ for others")
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm={max_norm}: expected a number >= 0")
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = _checked([p.grad for p in params if p.grad is not None], "parameters' gradients")
+    if torch.compiler.is_compiling():
+        return torch.ops.halfstep.clip_grad_norm_(grads, float(max_norm))
+    check_writable(grads, [f"gradient {i}" for i in range(len(grads))])
+    if error_if_nonfinite:
+        norm, _ = grad_stats(grads)
+        if not norm.isfinite():
+            raise RuntimeError(f"the gradients' norm is {norm.item()}, so they were not clipped; some gradient is not finite")
+    return optimizer_ops.clip_grad_norm_(grads, float(max_norm))

@@ -1,0 +1,129 @@
+"""Which backend runs an operator: native if built, else Triton, else the plain-PyTorch reference, by device.
+
+The one place that decides, and the one place a test can redirect (`override`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import native_cpu, reference_torch
+
+NAMES = ("native", "triton", "reference")
+OPERATORS = ("grad_stats", "adam_", "unscale_", "cast_", "clip_grad_norm_")
+
+# None, or what stands in for every backend: see `override`.
+_override: Any = None
+
+
+@cache
+def native_cpu_module() -> tuple[ModuleType | None, str | None]:
+    """(halfstep._cpu, None), or (None, why it cannot be used)."""
+    try:
+        return importlib.import_module("halfstep._cpu"), None
+    except ModuleNotFoundError as error:
+        if error.name != "halfstep._cpu":
+            return None, f"halfstep._cpu failed to import: {error}"
+        return None, "halfstep._cpu is not built (no C++ compiler at install time?)"
+    except ImportError as error:
+        return None, f"halfstep._cpu does not load here: {error}"
+
+
+def choose(device: torch.device, forced: str | None = None) -> Any:
+    """The backend for tensors on `device`.
+
+    Args:
+        forced: None, or one of "native", "triton", "reference" (the optimizers' `backend=`).
+
+    Raises:
+        ValueError: `forced` is none of those.
+        RuntimeError: `forced` is not available for this device; the message says why.
+    """
+    if forced is not None and forced not in NAMES:
+        raise ValueError(f"backend={forced!r}: expected None, 'native', 'triton' or 'reference'")
+    if _override is not None:
+        return _override
+    if forced == "reference":
+        return reference_torch
+    native, why_not = _native_for(device)
+    if forced is None:
+        return native if native is not None else reference_torch
+    if forced == "native" and native is not None:
+        return native
+    if forced == "triton":
+        why_not = "halfstep has no Triton kernels for the optimizer in this version"
+    raise RuntimeError(f"backend={forced!r} cannot run on {device.type} tensors: {why_not}; leave backend=None to use what is there")
+
+
+def _native_for(device: torch.device) -> tuple[Any, str | None]:
+    if device.type == "cpu":
+        module, why_not = native_cpu_module()
+        return (native_cpu if module else None), why_not
+    return None, f"halfstep has no native kernels for {device.type} tensors in this version"
+
+
+@contextmanager
+def override(backend: Any) -> Iterator[Counter[str]]:
+    """For tests: every public function goes to `backend` (a module like native_cpu), whatever the device.
+
+    Yields a Counter of the backend's operators by name (a plan's methods count as "AdamPlan.update" ...).
+    """
+    global _override
+    counts: Counter[str] = Counter()
+    previous, _override = _override, _Counting(backend, counts)
+    try:
+        yield counts
+    finally:
+        _override = previous
+
+
+class _Counting:
+    """A backend, or one of its plans, whose calls are counted."""
+
+    def __init__(self, target: Any, counts: Counter[str], prefix: str = "") -> None:
+        self._target, self._counts, self._prefix = target, counts, prefix
+        self.name = getattr(target, "name", "override")
+
+    def __getattr__(self, attribute: str) -> Any:
+        found = getattr(self._target, attribute)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._counts[self._prefix + attribute] += 1
+            result = found(*args, **kwargs)
+            return _Counting(result, self._counts, "AdamPlan.") if attribute == "AdamPlan" else result
+
+        return call
+
+
+def report() -> dict[str, Any]:
+    """What `halfstep doctor` shows: what is built, and which backend each operator takes on each device, and why."""
+    module, error = native_cpu_module()
+    isas = list(module.supported_isas()) if module else []
+    if module:
+        cpu = ("native", f"C++ kernels for {isas[-1]}, the best of this build that this machine runs")
+    else:
+        cpu = ("reference", f"{error}; plain PyTorch runs instead: the same results, many times slower")
+    gpu = ("reference", "halfstep has no GPU kernels in this version; plain PyTorch runs instead")
+    triton = importlib.util.find_spec("triton") is not None
+    return {
+        "native_cpu": {
+            "built": module is not None,
+            "error": error,
+            "isa": isas[-1] if isas else None,
+            "isas": isas,
+            "compiled_isas": list(module.compiled_isas()) if module else [],
+        },
+        "triton": {"installed": triton, "used": False, "why": "halfstep has no Triton kernels in this version"},
+        "operators": {name: {"cpu": cpu, "cuda": gpu} for name in OPERATORS},
+    }

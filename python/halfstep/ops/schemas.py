@@ -1,0 +1,107 @@
+"""torch.library schemas over the same functions: torch.compile(fullgraph=True), FakeTensor, opcheck.
+
+Eager calls skip the dispatcher and go straight to the functions; both take the backend chosen in backend.py. The
+schemas mutate lists in place, have no gradient, and their fake functions only make the shapes of what is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import cast as cast_ops
+from . import optimizer as optimizer_ops
+from .optimizer import AdamGroup, AdamRow, AdamStep, StepInputs
+
+_library = torch.library.Library("halfstep", "DEF")
+
+
+def _define(schema: str, implementation: Callable, fake: Callable) -> None:
+    name = schema[: schema.index("(")]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"halfstep::{name}", fake, lib=_library)
+
+
+def _scalar(like: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.empty((), dtype=dtype, device=like[0].device if like else "cpu")
+
+
+def _grad_stats(grads: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    total, first_bad = optimizer_ops.grad_stats(grads, scale)
+    return total.sqrt(), (first_bad >= 0).float()
+
+
+def _unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    first_bad = optimizer_ops.unscale_(grads, inv_scale)
+    found_inf.copy_(torch.maximum(found_inf, (first_bad >= 0).to(found_inf.dtype)))
+
+
+def _clip_grad_norm_(grads: list[Tensor], max_norm: float) -> Tensor:
+    return optimizer_ops.clip_grad_norm_(grads, max_norm)
+
+
+def _cast_(dst: list[Tensor], src: list[Tensor], stochastic: bool, seed: int) -> None:
+    cast_ops.cast_(dst, src, stochastic, seed)
+
+
+def _adam_(
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
+    max_exp_avg_sqs: list[Tensor], masters: list[Tensor], steps: list[Tensor], scale: Tensor | None,
+    found_inf: Tensor | None, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool,
+    maximize: bool, max_norm: float | None, skip_nonfinite: bool, seed: int, stochastic_weight: bool, heal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def column(tensors: list[Tensor]) -> list[Tensor | None]:
+        return list(tensors) if tensors else [None] * len(params)
+
+    rows = [
+        AdamRow(*tensors, group=0, param_id=i, first_index=0)
+        for i, tensors in enumerate(
+            zip(params, exp_avgs, exp_avg_sqs, column(max_exp_avg_sqs), column(masters), steps, strict=True)
+        )
+    ]
+    step = AdamStep(rows, None, stochastic_weight=stochastic_weight)
+    step.set_grads(grads)
+    stats: tuple[Tensor | None, Tensor | None] = (None, None)
+    if max_norm is not None or skip_nonfinite:
+        stats = step.grad_stats(scale, None)
+    group = AdamGroup(lr, beta1, beta2, eps, weight_decay, decoupled, maximize)
+    return step.update(
+        [group], StepInputs(scale, *stats, max_norm, skip_nonfinite, found_inf, seed, stochastic_weight, heal)
+    )
+
+
+def _fake_adam_(params: list[Tensor], *args: object) -> tuple[Tensor, Tensor, Tensor]:
+    return _scalar(params, torch.float64), _scalar(params, torch.bool), _scalar(params, torch.int64)
+
+
+_define(
+    "grad_stats(Tensor[] grads, Tensor? scale=None) -> (Tensor, Tensor)",
+    _grad_stats,
+    lambda grads, scale=None: (_scalar(grads, torch.float64), _scalar(grads, torch.float32)),
+)
+_define(
+    "unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
+    _unscale_,
+    lambda grads, inv_scale, found_inf: None,
+)
+_define(
+    "clip_grad_norm_(Tensor(a!)[] grads, float max_norm) -> Tensor",
+    _clip_grad_norm_,
+    lambda grads, max_norm: _scalar(grads, torch.float64),
+)
+_define(
+    "cast_(Tensor(a!)[] dst, Tensor[] src, bool stochastic=False, int seed=0) -> ()",
+    _cast_,
+    lambda dst, src, stochastic=False, seed=0: None,
+)
+_define(
+    "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor(f!)[] steps, Tensor? scale, Tensor? found_inf, "
+    "float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize, "
+    "float? max_norm, bool skip_nonfinite, int seed, bool stochastic_weight, bool heal) -> (Tensor, Tensor, Tensor)",
+    _adam_,
+    _fake_adam_,
+)
