@@ -30,7 +30,7 @@ MODULES = ["_cpu"]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 # Per interpreter, as the modules are: one source tree may serve several Pythons in editable installs.
 BUILD_INFO = f"_build_info.{sys.implementation.cache_tag}.json"
-AGAIN = "install halfstep again with `pip install --force-reinstall --no-deps --no-cache-dir`"
+AGAIN = "repeat your pip command with --force-reinstall --no-deps --no-cache-dir"
 MISSING_TOOL = f"Install a C++17 compiler (Debian, Ubuntu: apt install g++) and {AGAIN}."
 BROKEN_BUILD = (
     f"The compiler's own words are above (pip shows them with -v): please report them, or {AGAIN} once fixed."

@@ -53,6 +53,9 @@ HALFSTEP_FN AdamScalars adam_scalars(const AdamGroup& h, int64_t t) {
   return s;
 }
 
+// f32(1 / scale), the factor of the first pass; a scale of 0 gives Inf, and so a skip.
+HALFSTEP_FN float inverse(float scale) { return static_cast<float>(1.0 / static_cast<double>(scale)); }
+
 // min(1, max_norm / (norm + 1e-6)), torch.nn.utils.clip_grad_norm_'s coefficient; a NaN norm stays NaN.
 HALFSTEP_FN double clip_coefficient(double norm, double max_norm) {
   const double coefficient = max_norm / (norm + 1e-6);
@@ -61,12 +64,12 @@ HALFSTEP_FN double clip_coefficient(double norm, double max_norm) {
 
 // What the whole step knows before the update: the first pass's result, the scaler's scale, the clip.
 struct StepInputs {
-  double sum_squares = 0.0;   // of the unscaled gradients, in the contract's order
-  float scale = 1.0f;         // loss scale, 1 = none
-  double max_norm = -1.0;     // negative = no clipping
-  bool nonfinite = false;     // some unscaled gradient is not finite
+  double sum_squares = 0.0;  // of the unscaled gradients, in the contract's order
+  float scale = 1.0f;        // loss scale, 1 = none
+  double max_norm = -1.0;    // negative = no clipping
+  bool nonfinite = false;    // some unscaled gradient is not finite
   bool skip_nonfinite = false;
-  bool found_inf = false;     // somebody else (a scaler, another rank) asks for a skip
+  bool found_inf = false;  // somebody else (a scaler, another rank) asks for a skip
 };
 
 struct StepDecision {

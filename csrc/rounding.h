@@ -85,7 +85,7 @@ HALFSTEP_FN uint16_t half_from_float_stochastic(float x, uint32_t word) {
   const uint64_t fixed = dropped >= 57 ? 0 : (significand << 32) >> dropped;
   const uint32_t grid = static_cast<uint32_t>((fixed + word) >> 32);
   const uint32_t bits = exponent >= -14 ? (static_cast<uint32_t>(exponent + 14) << 10) + grid : grid;
-  return static_cast<uint16_t>(sign | (bits < 0x7C00u ? bits : 0x7C00u));
+  return static_cast<uint16_t>(sign | bits);  // a carry out of 65504 ends at 0x7C00, Inf
 }
 
 // ---- split master: bfloat16 weight + signed 16-bit remainder = the exact float32 -------------------------------------
@@ -97,13 +97,15 @@ HALFSTEP_FN void split_master(float x, uint16_t* weight, int16_t* remainder) {
   *remainder = static_cast<int16_t>(nan ? 0u : u & 0xFFFFu);
 }
 
-// A weight another program wrote may meet an old remainder: an Inf weight with a positive one would spell a NaN.
+// A weight another program wrote may meet an old remainder: the magnitude stays between 0 and Inf, so that a 0 does not
+// wrap around and an Inf does not become a NaN.
 HALFSTEP_FN float join_master(uint16_t weight, int16_t remainder) {
   const uint32_t w = static_cast<uint32_t>(weight) << 16;
-  const uint32_t joined = w + static_cast<uint32_t>(static_cast<int32_t>(remainder));
-  const uint32_t magnitude = w & 0x7FFFFFFFu;
-  const bool keep = magnitude > kInfBits || (magnitude == kInfBits && remainder > 0);
-  return float_of(keep ? w : joined);
+  const int32_t magnitude = static_cast<int32_t>(w & 0x7FFFFFFFu);
+  const int32_t inf = static_cast<int32_t>(kInfBits);
+  const int32_t sum = magnitude + remainder;
+  const int32_t joined = sum < 0 ? 0 : (sum > inf ? inf : sum);
+  return float_of((w & 0x80000000u) | static_cast<uint32_t>(magnitude > inf ? magnitude : joined));
 }
 
 }  // namespace halfstep

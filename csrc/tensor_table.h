@@ -15,18 +15,18 @@ constexpr int kRows = 8;
 
 // One parameter of the fused update. All tensors of a row are dense and share one element order.
 struct AdamRow {
-  void* param = nullptr;           // param_dtype
-  const void* grad = nullptr;      // grad_dtype
-  void* exp_avg = nullptr;         // state_dtype, as the next two
+  void* param = nullptr;       // param_dtype
+  const void* grad = nullptr;  // grad_dtype
+  void* exp_avg = nullptr;     // state_dtype, as the next two
   void* exp_avg_sq = nullptr;
   void* max_exp_avg_sq = nullptr;  // null: no amsgrad
   float* master = nullptr;         // null: none; else the float32 copy of a 16-bit param
   int16_t* remainder = nullptr;    // null: none; else the lower half of a split master (bf16 params)
   int64_t* step = nullptr;         // t, advanced by one unless the step is skipped
   int64_t numel = 0;
-  int64_t first_index = 0;         // index of element 0 in the global parameter (stochastic rounding)
-  uint32_t param_id = 0;           // position in the optimizer (stochastic rounding)
-  int32_t group = 0;               // index into the parameter groups
+  int64_t first_index = 0;  // index of element 0 in the global parameter (stochastic rounding)
+  uint32_t param_id = 0;    // position in the optimizer (stochastic rounding)
+  int32_t group = 0;        // index into the parameter groups
   Dtype param_dtype = Dtype::f32, grad_dtype = Dtype::f32, state_dtype = Dtype::f32;
 };
 

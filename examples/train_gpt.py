@@ -26,8 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-VALIDATION_BYTES = 65_536  # in windows spread over all of the validation text
-# Overflows in a row after which the model is to blame: 32 halvings are the whole range of a loss scale.
+# Overflows in a row after which the model is to blame: 32 halvings take the highest loss scale to the lowest.
 OVERFLOW_LIMIT = 32
 
 
@@ -48,6 +47,7 @@ def train_step(run: Run, text: data.Text) -> bool:
             run.scaler.scale(part).backward()
         loss += part.item()
 
+    scale = run.scaler.get_scale()
     with clock("optimizer"):
         skipped = run.scaler.step(run.optimizer)  # unscale, clip, update masters and moments, round to the weights
         run.scaler.update()
@@ -55,11 +55,17 @@ def train_step(run: Run, text: data.Text) -> bool:
 
     # Reading the flag waits for the device; only float16, which must retry or drop this batch, has to.
     overflowed = config.scaled and bool(skipped)
-    if not overflowed:
+    if overflowed:
+        history.skipped += 1
+        history.overflows += 1
+    else:
+        history.overflows = 0
         history.updates += 1
         history.losses.append(loss)
     if not overflowed or config.on_overflow == "skip":
         history.batches += config.accumulate
+    history.grown += run.scaler.get_scale() > scale
+    _raise_if_broken(run)
     return not overflowed
 
 
@@ -69,27 +75,12 @@ def train(run: Run, text: data.Text, windows: Tensor, console: Console, saved: P
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         bar = progress.add_task("", total=config.steps, completed=history.updates)
-        overflows = 0
         while history.updates < config.steps:
-            start, scale = time.perf_counter(), run.scaler.get_scale()
+            start = time.perf_counter()
             updated = train_step(run, text)
             history.seconds += time.perf_counter() - start
-            history.grown += run.scaler.get_scale() > scale
             if not updated:
-                history.skipped += 1
-                overflows += 1
-                if overflows == OVERFLOW_LIMIT:
-                    raise RuntimeError(
-                        f"expected finite gradients, got {overflows} overflows in a row after update {history.updates} "
-                        f"(loss scale {run.scaler.get_scale()}); lower --lr, or use --precision bf16"
-                    )
                 continue
-            overflows = 0
-            if not math.isfinite(history.losses[-1]):
-                raise RuntimeError(
-                    f"expected a finite loss, got {history.losses[-1]} at update {history.updates}; lower --lr"
-                )
-
             speed = config.tokens_per_step * history.updates / history.seconds
             progress.update(bar, completed=history.updates, description=f"{speed:,.0f} tokens/s")
             if history.updates % max(1, config.steps // 8) == 0 or history.updates == config.steps:
@@ -97,6 +88,18 @@ def train(run: Run, text: data.Text, windows: Tensor, console: Console, saved: P
                 console.print(_progress_line(run, speed))
             if save_every and history.updates % save_every == 0:
                 run.save(saved)
+    run.save(saved)
+
+
+def _raise_if_broken(run: Run) -> None:
+    history = run.history
+    if history.overflows == OVERFLOW_LIMIT:
+        raise RuntimeError(
+            f"expected finite gradients, got {history.overflows} overflows in a row after update {history.updates} "
+            f"(the loss scale is down to {run.scaler.get_scale():g}); lower --lr, or use --precision bf16"
+        )
+    if not history.overflows and not math.isfinite(history.losses[-1]):
+        raise RuntimeError(f"expected a finite loss, got {history.losses[-1]} at update {history.updates}; lower --lr")
 
 
 def _progress_line(run: Run, speed: float) -> str:
@@ -146,30 +149,42 @@ def main(
     growth_interval: Annotated[int, typer.Option(min=1, help="Updates before it grows.")] = Config.growth_interval,
     matmul: Annotated[Literal["auto", "native", "upcast"], typer.Option(help="16-bit products.")] = "auto",
     device: Annotated[str, typer.Option(help="As torch names it; auto: cuda if there is one.")] = "auto",
+    validation: Annotated[int, typer.Option(min=1, help="Bytes of validation text to look at.")] = 65_536,
     out: Annotated[Path, typer.Option(help="Folder for the picture and the checkpoint.")] = Path("runs/gpt"),
-    checkpoint_every: Annotated[int, typer.Option(min=0, help="Updates between checkpoints; 0: none.")] = 0,
+    checkpoint_every: Annotated[int, typer.Option(min=0, help="Updates between checkpoints; 0: at the end.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in OUT.")] = False,
     compare_steps: Annotated[int, typer.Option(min=0, help="Updates beside torch.optim at the end; 0: none.")] = 40,
     json: Annotated[Path | None, typer.Option(help="Where to write the metrics, one JSON object.")] = None,
 ) -> None:
     """Trains a small GPT on the Python standard library's sources, in mixed precision with halfstep."""
-    sizes = dict(steps=steps, batch=batch, context=context, accumulate=accumulate, lr=lr, warmup=warmup)
-    config = Config(
-        **{**PRESETS[preset], **{name: value for name, value in sizes.items() if value is not None}},
-        **dict(precision=precision, optimizer=optimizer, master=master, clip=clip, seed=seed, matmul=matmul),
-        **dict(on_overflow=on_overflow, init_scale=init_scale, growth_interval=growth_interval),
-        device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
-    )
+    given = dict(steps=steps, batch=batch, context=context, accumulate=accumulate, lr=lr, warmup=warmup)
+    sizes: dict[str, Any] = PRESETS[preset] | {name: value for name, value in given.items() if value is not None}
+    try:
+        config = Config(
+            **sizes,
+            precision=precision,
+            optimizer=optimizer,
+            master=master,
+            clip=clip,
+            seed=seed,
+            on_overflow=on_overflow,
+            init_scale=init_scale,
+            growth_interval=growth_interval,
+            matmul=matmul,
+            device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
+        )
+        saved = out / "checkpoint.pt"
+        run = Run.resume(saved, config) if resume else Run(config)
+    except (FileNotFoundError, ValueError) as error:  # the user's to mend, in one line
+        raise typer.BadParameter(str(error)) from error
     console = Console()
-    saved = out / "checkpoint.pt"
-    run = Run.resume(saved, config) if resume else Run(config)
     text = data.load()
-    windows = text.validation_windows(VALIDATION_BYTES // config.context, config.context)
-    baselines = dict(zip(("bigram", "trigram"), data.ngram_nats(text, windows[:, 1:]), strict=True))
-    console.print(f"text        {text.source}", soft_wrap=True)
-    console.print("baselines   " + ", ".join(f"{name} {loss:.3f}" for name, loss in baselines.items()) + " nats per byte")
-    console.print(f"model       {run.parameters:,} parameters, {config.precision} on {config.device}")
-    console.print(f"matmul      {run.matmul.kind}: {run.matmul.reason}", soft_wrap=True)
+    windows = text.validation_windows(max(1, validation // config.context), config.context)
+    baselines = data.ngram_nats(text, windows[:, 1:])
+    console.print(f"text       {text.source}", soft_wrap=True)
+    console.print(f"to beat    bigram {baselines['bigram']:.3f}, trigram {baselines['trigram']:.3f} nats per byte")
+    console.print(f"model      {run.parameters:,} parameters, {precision} on {config.device}, {optimizer}")
+    console.print(f"matmul     {run.matmul.kind}: {run.matmul.reason}", soft_wrap=True)
 
     train(run, text, windows, console, saved, checkpoint_every)
     results = {"this run": run.result()}
@@ -186,4 +201,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    app.command()(main)
+    app()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -128,10 +129,26 @@ def test_bench_lists_and_refuses_by_name(run) -> None:
     assert "optimizer" in result.output
 
 
-def test_bench_passes_arguments_on(run) -> None:
-    result = run("bench", "optimizer", "--help")
-    assert result.exit_code == 0
-    assert "usage: halfstep bench optimizer" in result.output
+@pytest.mark.parametrize(
+    "arguments", [["optimizer", "--help"], ["optimizer", "--quick", "--only", "x"], ["--quick"], []]
+)
+def test_bench_passes_arguments_on(run, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    seen = []
+    for each in cli.benchmark_names():
+        module = importlib.import_module(f"halfstep.bench.{each}")
+        monkeypatch.setattr(module, "main", lambda each=each: seen.append((each, sys.argv[1:])))
+    result = run("bench", *arguments)
+    assert result.exit_code == 0, result.output
+    name, options = (arguments[0], arguments[1:]) if arguments[:1] == ["optimizer"] else (None, arguments)
+    names = [name] if name else cli.benchmark_names()
+    assert seen == [(each, options) for each in names]
+
+
+def test_a_benchmark_runs_as_a_subcommand() -> None:
+    command = [sys.executable, "-m", "halfstep", "bench", "optimizer", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage: halfstep bench optimizer" in done.stdout
 
 
 def test_python_dash_m(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_stochastic_float16_rounds_up_exactly_for_the_largest_words():
 @pytest.mark.parametrize("word", [0, 0x80007FFF, 0xFFFFFFFF])
 def test_stochastic_is_monotone_and_odd(dtype, word):
     """One word for all: a larger number never rounds to a smaller one, and -x rounds to minus what x rounds to."""
-    x = torch.cat((boundary_floats(), random_floats(100_000)))
+    x = torch.cat((boundary_floats()[::5], random_floats(100_000)))  # 5 steps through all 17 low halves
     x = x[~x.isnan()].sort().values
     words = torch.full((len(x),), word)
     rounded = round_stochastic(x, dtype, words)

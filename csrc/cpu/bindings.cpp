@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "ieee_mode.h"
 #include "isa.h"
 #include "multi_tensor.h"
 
@@ -28,8 +29,16 @@ void check_length(const char* name, size_t got, size_t expected) {
 }
 
 Dtype dtype_from(int64_t code) {
-  if (code < 0 || code >= kDtypes) refuse("dtype code " + std::to_string(code) + " is not 0 (f32), 1 (bf16) or 2 (f16)");
+  if (code < 0 || code >= kDtypes)
+    refuse("dtype code " + std::to_string(code) + " is not 0 (f32), 1 (bf16) or 2 (f16)");
   return static_cast<Dtype>(code);
+}
+
+// Factors arrive as double and are rounded here: on a thread that flushes denormals, pybind11's own conversion to float
+// would make a tiny one 0.
+float rounded(double value) {
+  const IeeeMode mode;
+  return pinned(static_cast<float>(pinned(value)));
 }
 
 template <class T>
@@ -55,10 +64,11 @@ Run run_with(int threads, const std::string& isa) {
 }
 
 AdamGroup group_from(const Group& g) {
-  return {std::get<0>(g), std::get<1>(g), std::get<2>(g), std::get<3>(g), std::get<4>(g), std::get<5>(g), std::get<6>(g)};
+  return {std::get<0>(g), std::get<1>(g), std::get<2>(g), std::get<3>(g),
+          std::get<4>(g), std::get<5>(g), std::get<6>(g)};
 }
 
-// The table of one optimizer's fused step: built once, with pointers refreshed when they move.
+// The table of one optimizer's fused step. A plan is made anew when a tensor moves; gradients come with every step.
 class AdamPlan {
  public:
   AdamPlan(const Integers& numel, const Integers& first_index, const Integers& param_id, const Integers& group,
@@ -97,11 +107,13 @@ class AdamPlan {
     for (size_t i = 0; i < rows_.size(); ++i) {
       AdamRow& r = rows_[i];
       const std::string row = "row " + std::to_string(i);
-      if (r.numel > 0 && (!param[i] || !exp_avg[i] || !exp_avg_sq[i])) refuse(row + " lacks param, exp_avg or exp_avg_sq");
+      if (r.numel > 0 && (!param[i] || !exp_avg[i] || !exp_avg_sq[i]))
+        refuse(row + " lacks param, exp_avg or exp_avg_sq");
       if (!step[i]) refuse(row + " lacks a step counter");
       if (master[i] && remainder[i]) refuse(row + " has both a master and a remainder");
       if (master[i] && r.param_dtype == Dtype::f32) refuse(row + " has a master for a float32 param");
-      if (remainder[i] && r.param_dtype != Dtype::bf16) refuse(row + " has a remainder for a param that is not bfloat16");
+      if (remainder[i] && r.param_dtype != Dtype::bf16)
+        refuse(row + " has a remainder for a param that is not bfloat16");
       r.param = pointer<void>(param[i]);
       r.exp_avg = pointer<void>(exp_avg[i]);
       r.exp_avg_sq = pointer<void>(exp_avg_sq[i]);
@@ -126,15 +138,15 @@ class AdamPlan {
     }
   }
 
-  std::pair<double, int64_t> stats(float factor, int threads, const std::string& isa) const {
+  std::pair<double, int64_t> stats(double factor, int threads, const std::string& isa) const {
     check_ready();
     const Run run = run_with(threads, isa);
     const py::gil_scoped_release nogil;
-    const GradStats s = grad_stats(grads_, factor, run);
+    const GradStats s = grad_stats(grads_, rounded(factor), run);
     return {s.sum_squares, s.first_nonfinite};
   }
 
-  int64_t update(const std::vector<Group>& groups, float grad_factor, uint32_t seed, bool stochastic_weight, bool heal,
+  int64_t update(const std::vector<Group>& groups, double grad_factor, uint32_t seed, bool stochastic_weight, bool heal,
                  int threads, const std::string& isa) const {
     check_ready();
     if (groups.size() < groups_needed_)
@@ -143,7 +155,7 @@ class AdamPlan {
     for (const Group& g : groups) all.push_back(group_from(g));
     const Run run = run_with(threads, isa);
     const py::gil_scoped_release nogil;
-    return adam(rows_, all, {grad_factor, seed, stochastic_weight, heal}, run);
+    return adam(rows_, all, {rounded(grad_factor), seed, stochastic_weight, heal}, run);
   }
 
  private:
@@ -158,20 +170,20 @@ class AdamPlan {
 };
 
 std::pair<double, int64_t> bind_grad_stats(const Addresses& grad, const Integers& numel, const Integers& dtype,
-                                           float factor, int threads, const std::string& isa) {
+                                           double factor, int threads, const std::string& isa) {
   const std::vector<TensorRef> grads = tensors(grad, numel, dtype);
   const Run run = run_with(threads, isa);
   const py::gil_scoped_release nogil;
-  const GradStats s = grad_stats(grads, factor, run);
+  const GradStats s = grad_stats(grads, rounded(factor), run);
   return {s.sum_squares, s.first_nonfinite};
 }
 
-int64_t bind_scale(const Addresses& data, const Integers& numel, const Integers& dtype, float factor, int threads,
+int64_t bind_scale(const Addresses& data, const Integers& numel, const Integers& dtype, double factor, int threads,
                    const std::string& isa) {
   const std::vector<TensorRef> list = tensors(data, numel, dtype);
   const Run run = run_with(threads, isa);
   const py::gil_scoped_release nogil;
-  return scale(list, factor, run);
+  return scale(list, rounded(factor), run);
 }
 
 void bind_cast(const Addresses& dst, const Integers& dst_dtype, const Addresses& src, const Integers& src_dtype,
@@ -185,14 +197,23 @@ void bind_cast(const Addresses& dst, const Integers& dst_dtype, const Addresses&
 
 py::tuple bind_decide(double sum_squares, float scale, double max_norm, bool nonfinite, bool skip_nonfinite,
                       bool found_inf) {
-  const StepDecision d = decide({sum_squares, scale, max_norm, nonfinite, skip_nonfinite, found_inf});
-  return py::make_tuple(d.norm, d.grad_factor, d.skip);
+  const IeeeMode mode;
+  const StepDecision d =
+      decide({pinned(sum_squares), pinned(scale), pinned(max_norm), nonfinite, skip_nonfinite, found_inf});
+  return py::make_tuple(d.norm, static_cast<double>(d.grad_factor), d.skip);
+}
+
+double bind_inverse(float scale) {
+  const IeeeMode mode;
+  return pinned(static_cast<double>(inverse(pinned(scale))));
 }
 
 py::tuple bind_scalars(const Group& group, int64_t t) {
+  const IeeeMode mode;
   const AdamScalars s = adam_scalars(group_from(group), t);
-  return py::make_tuple(s.beta1, s.one_minus_beta1, s.beta2, s.one_minus_beta2, s.eps, s.weight_decay, s.decay,
-                        s.step_size, s.sqrt_bias_correction2);
+  std::vector<double> fields = {s.beta1,        s.one_minus_beta1, s.beta2,     s.one_minus_beta2,      s.eps,
+                                s.weight_decay, s.decay,           s.step_size, s.sqrt_bias_correction2};
+  return py::tuple(py::cast(fields));
 }
 
 void bind_probe(uint64_t p, uint64_t g, uint64_t m, uint64_t v, int64_t n, int threads, const std::string& isa) {
@@ -208,22 +229,26 @@ void bind_probe(uint64_t p, uint64_t g, uint64_t m, uint64_t v, int64_t n, int t
 PYBIND11_MODULE(_cpu, m) {
   using namespace halfstep;
   using py::arg;
-  m.doc() = "halfstep's CPU kernels: SIMD chosen at run time, torch's own OpenMP threads. Call them through halfstep.ops.";
+  m.doc() =
+      "halfstep's CPU kernels: SIMD chosen at run time, torch's own OpenMP threads. Call them through halfstep.ops.";
   m.def("compiled_isas", &compiled_isas, "Instruction sets this build has code for, plainest first.");
   m.def("supported_isas", &supported_isas, "Of those, the ones this machine runs; the last is the default.");
-  m.def("grad_stats", &bind_grad_stats, arg("grad"), arg("numel"), arg("dtype"), arg("factor"), arg("threads"), arg("isa"));
+  m.def("grad_stats", &bind_grad_stats, arg("grad"), arg("numel"), arg("dtype"), arg("factor"), arg("threads"),
+        arg("isa"));
   m.def("scale_", &bind_scale, arg("data"), arg("numel"), arg("dtype"), arg("factor"), arg("threads"), arg("isa"));
-  m.def("cast_", &bind_cast, arg("dst"), arg("dst_dtype"), arg("src"), arg("src_dtype"), arg("numel"), arg("stochastic"),
-        arg("seed"), arg("threads"), arg("isa"));
+  m.def("cast_", &bind_cast, arg("dst"), arg("dst_dtype"), arg("src"), arg("src_dtype"), arg("numel"),
+        arg("stochastic"), arg("seed"), arg("threads"), arg("isa"));
   m.def("decide", &bind_decide, arg("sum_squares"), arg("scale"), arg("max_norm"), arg("nonfinite"),
         arg("skip_nonfinite"), arg("found_inf"));
+  m.def("inverse", &bind_inverse, arg("scale"));
   m.def("adam_scalars", &bind_scalars, arg("group"), arg("t"));
   m.def("probe_", &bind_probe, arg("p"), arg("g"), arg("m"), arg("v"), arg("n"), arg("threads"), arg("isa"));
   py::class_<AdamPlan>(m, "AdamPlan")
-      .def(py::init<const Integers&, const Integers&, const Integers&, const Integers&, const Integers&, const Integers&>(),
+      .def(py::init<const Integers&, const Integers&, const Integers&, const Integers&, const Integers&,
+                    const Integers&>(),
            arg("numel"), arg("first_index"), arg("param_id"), arg("group"), arg("param_dtype"), arg("state_dtype"))
-      .def("set_tensors", &AdamPlan::set_tensors, arg("param"), arg("exp_avg"), arg("exp_avg_sq"), arg("max_exp_avg_sq"),
-           arg("master"), arg("remainder"), arg("step"))
+      .def("set_tensors", &AdamPlan::set_tensors, arg("param"), arg("exp_avg"), arg("exp_avg_sq"),
+           arg("max_exp_avg_sq"), arg("master"), arg("remainder"), arg("step"))
       .def("set_grads", &AdamPlan::set_grads, arg("grad"), arg("dtype"))
       .def("grad_stats", &AdamPlan::stats, arg("factor"), arg("threads"), arg("isa"))
       .def("update", &AdamPlan::update, arg("groups"), arg("grad_factor"), arg("seed"), arg("stochastic_weight"),

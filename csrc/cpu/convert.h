@@ -58,8 +58,10 @@ static char* at(void* x, Dtype d, int64_t i) { return static_cast<char*>(x) + i 
 static const float* widen(const void* x, Dtype d, float* buffer, int n) {
   if (d == Dtype::f32) return static_cast<const float*>(x);
   const uint16_t* h = static_cast<const uint16_t*>(x);
-  if (d == Dtype::bf16) widen_bf16(h, buffer, n);
-  else widen_half(h, buffer, n);
+  if (d == Dtype::bf16)
+    widen_bf16(h, buffer, n);
+  else
+    widen_half(h, buffer, n);
   return buffer;
 }
 static float* widen(void* x, Dtype d, float* buffer, int n) {
@@ -91,8 +93,10 @@ static void random_words(uint32_t* words, const RandomKey& key, int64_t first, i
 static void narrow(const float* x, void* out, Dtype d, int n, const RandomKey* key, int64_t first) {
   uint16_t* h = static_cast<uint16_t*>(out);
   if (!key) {
-    if (d == Dtype::bf16) narrow_bf16(x, h, n);
-    else narrow_half(x, h, n);
+    if (d == Dtype::bf16)
+      narrow_bf16(x, h, n);
+    else
+      narrow_half(x, h, n);
     return;
   }
   uint32_t words[kBlock];

@@ -2,8 +2,20 @@
 
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace halfstep {
 namespace {
+
+#if defined(__x86_64__)
+// By hand: Clang before 17 and GCC before 11 do not know the name "f16c" in __builtin_cpu_supports.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+}
+#endif
 
 struct Isa {
   const Kernels* kernels;
@@ -18,12 +30,12 @@ std::vector<Isa> isas() {
   list.push_back({&baseline::kernels, true});
 #endif
 #if defined(HALFSTEP_HAS_AVX2)
-  list.push_back({&avx2::kernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")});
+  list.push_back({&avx2::kernels, __builtin_cpu_supports("avx2") && has_f16c()});
 #endif
 #if defined(HALFSTEP_HAS_AVX512)
   list.push_back({&avx512::kernels, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                                        __builtin_cpu_supports("f16c")});
+                                        has_f16c()});
 #endif
   return list;
 }

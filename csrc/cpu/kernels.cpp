@@ -31,10 +31,10 @@ void adam_block(const float* g, const float* p_in, float* p_out, float* m, float
 using BlockFn = void (*)(const float*, const float*, float*, float*, float*, float*, int, const UpdateArgs&);
 
 BlockFn block_for(bool l2, bool amsgrad, bool lerp_from_grad) {
-  static constexpr BlockFn table[8] = {
-      adam_block<false, false, false>, adam_block<false, false, true>, adam_block<false, true, false>,
-      adam_block<false, true, true>,   adam_block<true, false, false>, adam_block<true, false, true>,
-      adam_block<true, true, false>,   adam_block<true, true, true>};
+  static constexpr BlockFn table[8] = {adam_block<false, false, false>, adam_block<false, false, true>,
+                                       adam_block<false, true, false>,  adam_block<false, true, true>,
+                                       adam_block<true, false, false>,  adam_block<true, false, true>,
+                                       adam_block<true, true, false>,   adam_block<true, true, true>};
   return table[(l2 ? 4 : 0) + (amsgrad ? 2 : 0) + (lerp_from_grad ? 1 : 0)];
 }
 
@@ -47,8 +47,8 @@ int heal_block(const float* master, const uint16_t* weight, float* out, int n) {
     const float x = master[i];
     const uint32_t w = weight[i];
     const uint32_t rounded = kDtype == Dtype::bf16 ? bf16_from_float(x) : half_from_float(x);
-    const float wide = kDtype == Dtype::bf16 ? float_from_bf16(static_cast<uint16_t>(w))
-                                             : float_from_half(static_cast<uint16_t>(w));
+    const float wide =
+        kDtype == Dtype::bf16 ? float_from_bf16(static_cast<uint16_t>(w)) : float_from_half(static_cast<uint16_t>(w));
     const int stale = (rounded != w) & ((x == x) | (wide == wide));
     out[i] = stale ? wide : x;
     healed += stale;
@@ -217,9 +217,12 @@ ChunkStats chunk_stats(const void* x, int64_t n, float factor) {
 
 ChunkStats stats(const void* grad, Dtype dtype, int64_t n, float factor) {
   switch (dtype) {
-    case Dtype::f32: return chunk_stats<Dtype::f32>(grad, n, factor);
-    case Dtype::bf16: return chunk_stats<Dtype::bf16>(grad, n, factor);
-    default: return chunk_stats<Dtype::f16>(grad, n, factor);
+    case Dtype::f32:
+      return chunk_stats<Dtype::f32>(grad, n, factor);
+    case Dtype::bf16:
+      return chunk_stats<Dtype::bf16>(grad, n, factor);
+    default:
+      return chunk_stats<Dtype::f16>(grad, n, factor);
   }
 }
 
@@ -262,8 +265,10 @@ void cast(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t 
     const int n = static_cast<int>(end - i < kBlock ? end - i : kBlock);
     const float* x = widen(at(src, src_dtype, i), src_dtype, buffer, n);
     void* out = at(dst, dst_dtype, i);
-    if (dst_dtype == Dtype::f32) memcpy(out, x, sizeof(float) * static_cast<size_t>(n));
-    else narrow(x, out, dst_dtype, n, key, i);
+    if (dst_dtype == Dtype::f32)
+      memcpy(out, x, sizeof(float) * static_cast<size_t>(n));
+    else
+      narrow(x, out, dst_dtype, n, key, i);
   }
 }
 

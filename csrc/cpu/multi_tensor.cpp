@@ -3,36 +3,14 @@
 #include <algorithm>
 #include <atomic>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
+#include "ieee_mode.h"
 #include "philox.h"
 
 namespace halfstep {
 namespace {
 
-// Below this many elements a second thread costs more than it brings (design.md: measured, 2 cores of Zen 3).
+// Chosen: about 10 us of work, below which waking a second thread costs more than it brings.
 constexpr int64_t kSerial = 32768;
-
-// The contract's arithmetic on this thread: round to nearest, denormals kept, whatever the caller's thread uses
-// (torch.set_flush_denormal would otherwise change the bits).
-class IeeeMode {
- public:
-#if defined(__x86_64__)
-  IeeeMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
-  ~IeeeMode() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
-#elif defined(__aarch64__)
-  IeeeMode() : saved_(__builtin_aarch64_get_fpcr64()) { __builtin_aarch64_set_fpcr64(0); }
-  ~IeeeMode() { __builtin_aarch64_set_fpcr64(saved_); }
-
- private:
-  unsigned long saved_;
-#endif
-};
 
 // Element offsets of the tensors laid end to end: start[i] .. start[i + 1].
 template <class Sizes>
@@ -142,7 +120,7 @@ int64_t adam(const std::vector<AdamRow>& rows, const std::vector<AdamGroup>& gro
       a = args[i - 1];  // the usual case: everyone of a group is at the same step
     } else {
       const AdamScalars scalars = adam_scalars(groups[static_cast<size_t>(group)], t);
-      a = {scalars, options.grad_factor, t, options.seed, scalars.weight_decay != 0.0f, options.stochastic_weight,
+      a = {scalars,     options.grad_factor, t, options.seed, scalars.weight_decay != 0.0f, options.stochastic_weight,
            options.heal};
     }
   }

@@ -26,14 +26,15 @@ struct GradStats {
   int64_t first_nonfinite = -1;  // index of the first tensor with a non-finite value
 };
 
-// Of u = grad * factor, in the contract's order (design: chunks, lanes, groups of 8 rows, tree).
+// Of u = grad * factor, in the contract's order (chunks, lanes, groups of 8 rows, tree).
 GradStats grad_stats(const std::vector<TensorRef>& grads, float factor, Run run);
 
 // x = round(x * factor) in place; returns the index of the first tensor with a non-finite stored value, or -1.
 int64_t scale(const std::vector<TensorRef>& tensors, float factor, Run run);
 
 // dst[i] = src[i]; stochastic: Philox key (seed, 0), parameter id i, stream 0.
-void cast(const std::vector<TensorRef>& dst, const std::vector<TensorRef>& src, bool stochastic, uint32_t seed, Run run);
+void cast(const std::vector<TensorRef>& dst, const std::vector<TensorRef>& src, bool stochastic, uint32_t seed,
+          Run run);
 
 struct AdamOptions {
   float grad_factor = 1.0f;
@@ -43,7 +44,8 @@ struct AdamOptions {
 };
 
 // One step of every row; advances the step counters. Returns how many masters were healed.
-int64_t adam(const std::vector<AdamRow>& rows, const std::vector<AdamGroup>& groups, const AdamOptions& options, Run run);
+int64_t adam(const std::vector<AdamRow>& rows, const std::vector<AdamGroup>& groups, const AdamOptions& options,
+             Run run);
 
 void probe(float* p, const float* g, float* m, float* v, int64_t n, Run run);
 

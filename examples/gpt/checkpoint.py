@@ -36,7 +36,7 @@ def load(path: Path, config: Config) -> dict[str, Any]:
     ours, theirs = asdict(config), state["config"]
     if ours["matmul"] == "auto":
         ours["matmul"] = theirs["matmul"]
-    if ours != theirs:
-        changed = ", ".join(f"{key}={theirs.get(key)!r} (now {ours[key]!r})" for key in ours if ours[key] != theirs.get(key))
-        raise ValueError(f"expected the settings that {path} was written with: {changed}; use them, or another --out")
+    changed = [f"{key}={theirs.get(key)!r} (now {ours[key]!r})" for key in ours if ours[key] != theirs.get(key)]
+    if changed:
+        raise ValueError(f"expected the settings {path} was written with: {', '.join(changed)}; or use another --out")
     return state

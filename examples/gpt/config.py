@@ -1,4 +1,4 @@
-"""One run's settings. Everything here changes the numbers of a run, so a checkpoint resumes only under equal settings."""
+"""A run's settings: everything that changes its numbers, so that a checkpoint can insist on equal ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 Precision = Literal["fp32", "bf16", "fp16", "amp-bf16", "amp-fp16"]
 PRESETS: dict[str, dict[str, Any]] = {
     # width, layers and heads of the model; blocks of `context` bytes; `batch` blocks at a time, `accumulate` times
-    "small": dict(width=128, layers=4, heads=4, context=256, batch=16, accumulate=1, steps=500, lr=6e-3, warmup=50),
+    "small": dict(width=128, layers=4, heads=4, context=128, batch=8, accumulate=1, steps=1200, lr=6e-3, warmup=60),
     "medium": dict(width=384, layers=8, heads=6, context=512, batch=16, accumulate=2, steps=5000, lr=2e-3, warmup=200),
-    "large": dict(width=768, layers=12, heads=12, context=1024, batch=16, accumulate=4, steps=20000, lr=1e-3, warmup=500),
+    "large": dict(width=768, layers=12, heads=12, context=1024, batch=8, accumulate=8, steps=8000, lr=1e-3, warmup=200),
 }
 
 
@@ -62,7 +62,7 @@ class Config:
 
     @property
     def scaled(self) -> bool:
-        """float16 ends at 6e-8 below and 65,504 above: its gradients need a loss scale. bfloat16 has float32's range."""
+        """Whether gradients need a loss scale: float16 ends at 6e-8 and 65,504, bfloat16 has float32's range."""
         return self.matmul_dtype == torch.float16
 
     @property

@@ -7,6 +7,7 @@ beat: looking one byte back (bigram) or two (trigram).
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -70,8 +71,8 @@ def load() -> Text:
     )
 
 
-def ngram_nats(text: Text, positions: Tensor) -> tuple[float, float]:
-    """(bigram, trigram) loss in nats per byte on the validation bytes at `positions`, counted on the training bytes.
+def ngram_nats(text: Text, positions: Tensor) -> dict[str, float]:
+    """Loss of "bigram" and "trigram" tables of the training bytes, on the validation bytes at `positions`.
 
     Each table adds one pseudo-count spread like the next shorter table's prediction, down to the uniform one: a
     byte that was never seen after its context costs much, but never infinitely much.
@@ -84,12 +85,12 @@ def ngram_nats(text: Text, positions: Tensor) -> tuple[float, float]:
 
     probability = torch.full(target.shape, 1 / VOCABULARY, dtype=torch.float64)
     probability = (singles[target] + probability) / (len(train) + 1)
-    losses = []
-    for counts, context in ((pairs, previous), (triples, before * 256 + previous)):
+    losses = {}
+    for name, counts, context in (("bigram", pairs, previous), ("trigram", triples, before * 256 + previous)):
         totals = counts.view(-1, 256).sum(1)
         probability = (counts[context * 256 + target] + probability) / (totals[context] + 1)
-        losses.append(-probability.log().mean().item())
-    return losses[0], losses[1]
+        losses[name] = -probability.log().mean().item()
+    return losses
 
 
 @lru_cache(maxsize=2)  # consecutive batches share an epoch, at times two
@@ -99,6 +100,6 @@ def _shuffled(seed: int, epoch: int, blocks: int, context: int) -> tuple[Tensor,
     return torch.randperm(blocks, generator=generator), offset
 
 
-def _bytes(texts: list[bytes], wanted) -> Tensor:
+def _bytes(texts: list[bytes], wanted: Callable[[int], bool]) -> Tensor:
     joined = b"".join(text for number, text in enumerate(texts) if wanted(number))
     return torch.frombuffer(bytearray(joined), dtype=torch.uint8)

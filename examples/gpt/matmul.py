@@ -8,7 +8,6 @@ in 16 bits, multiplies in float32 and rounds the result: the numerics of a tenso
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -61,9 +60,9 @@ class Matmul:
         return out.to(v.dtype)
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Rows of weight [vocabulary, width]. A CPU adds the rows' gradients up in the weight's dtype, and a 16-bit
-        sum of a frequent token's thousands of gradients stalls; upcasting the table first keeps that sum in float32."""
-        if self.kind == "native":
+        """Rows of weight [vocabulary, width]. torch's CPU kernel adds the rows' gradients up in the weight's dtype, and
+        a 16-bit sum over a frequent token stalls; upcasting the table first keeps that sum in float32."""
+        if weight.device.type != "cpu":
             return F.embedding(tokens, weight)
         return F.embedding(tokens, weight.float()).to(weight.dtype)
 
@@ -76,22 +75,27 @@ def choose(device: torch.device, dtype: torch.dtype, kind: Literal["auto", "nati
         return Matmul("native", "float32 operands: the ordinary matmul")
     if device.type != "cpu":
         return Matmul("native", f"{device.type} multiplies 16-bit operands itself")
-    slow, fast = _gflops(dtype), _gflops(torch.float32)
-    measured = f"this CPU reaches {slow:.0f} GFLOP/s in {_name(dtype)} and {fast:.0f} in float32"
-    return Matmul("native", measured) if slow > fast else Matmul("upcast", measured)
+    narrow, wide = _gflops(dtype), _gflops(torch.float32)
+    name = str(dtype).removeprefix("torch.")
+    return Matmul(
+        "native" if narrow > wide else "upcast",
+        f"a core of this CPU reaches {narrow:.0f} GFLOP/s in {name} and {wide:.0f} in float32",
+    )
 
 
-def _gflops(dtype: torch.dtype, size: int = 256) -> float:
-    """Median of five products: small enough that 0.3 GFLOP/s, the slowest seen, answers in half a second."""
+def _gflops(dtype: torch.dtype, size: int = 256, budget: float = 0.2) -> float:
+    """The best of at least three products on one thread: other processes only slow down, and threads on busy cores
+    wait for each other at every product. So small that 0.3 GFLOP/s, the slowest seen, answers in half a second."""
     a = torch.ones(size, size, dtype=dtype)
-    a @ a  # the first call sets up threads and kernels
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        a @ a
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds) / 1e9
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        a.matmul(a)  # the first call sets up the kernel
+        seconds: list[float] = []
+        while len(seconds) < 3 or sum(seconds) < budget:
+            start = time.perf_counter()
+            a.matmul(a)
+            seconds.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return 2 * size**3 / min(seconds) / 1e9

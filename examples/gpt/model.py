@@ -39,37 +39,28 @@ class Linear(nn.Module):
         return self.matmul.linear(x, self.weight)
 
 
-class Rotary(nn.Module):
-    """Rotates pairs of channels by an angle that grows with the position (Su et al., arXiv 2104.09864)."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, context: int, dim: int, base: float = 10_000.0):
-        super().__init__()
-        frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-        angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., length, dim] in float32."""
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
+    """Turns pairs of channels of x [..., length, dim], float32, by angles that grow with the position: rotary
+    embedding (Su et al., arXiv 2104.09864). The angles are made anew: a buffer would be rounded with the weights."""
+    length, dim = x.shape[-2:]
+    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=x.device) / dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=x.device), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, rotary: Rotary, matmul: Matmul, gain: float):
+    def __init__(self, width: int, heads: int, matmul: Matmul, gain: float):
         super().__init__()
-        self.heads, self.rotary, self.matmul = heads, rotary, matmul
+        self.heads, self.matmul = heads, matmul
         self.qkv = Linear(width, 3 * width, matmul)
         self.out = Linear(width, width, matmul, gain)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, batch, heads, length, dim]
         # normalised queries and keys bound the scores, which keeps high learning rates (and float16) safe
-        q, k = self.rotary(rms_norm(qkv[:2])).to(qkv.dtype)
+        q, k = rotate(rms_norm(qkv[:2])).to(qkv.dtype)
         v = qkv[2]
         return self.out(self.matmul.attention(q, k, v).transpose(1, 2).flatten(-2))
 
@@ -88,9 +79,9 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, hidden: int, rotary: Rotary, matmul: Matmul, gain: float):
+    def __init__(self, width: int, heads: int, hidden: int, matmul: Matmul, gain: float):
         super().__init__()
-        self.attention_norm, self.attention = RMSNorm(width), Attention(width, heads, rotary, matmul, gain)
+        self.attention_norm, self.attention = RMSNorm(width), Attention(width, heads, matmul, gain)
         self.mlp_norm, self.mlp = RMSNorm(width), SwiGLU(width, hidden, matmul, gain)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,14 +92,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Maps tokens [batch, length] to logits [batch, length, vocabulary], or to the mean loss in nats per token."""
 
-    def __init__(self, vocabulary: int, context: int, width: int, layers: int, heads: int, matmul: Matmul):
+    def __init__(self, vocabulary: int, width: int, layers: int, heads: int, matmul: Matmul):
         super().__init__()
         hidden = 64 * round(width * 8 / 3 / 64)  # the parameters of a classical 4 x width MLP, in whole cache lines
-        rotary = Rotary(context, width // heads)
         gain = (2 * layers) ** -0.5  # 2 x layers branches add up in the residual stream: their variances sum to 1
         self.matmul = matmul
         self.embedding = nn.Parameter(torch.randn(vocabulary, width) * width**-0.5)
-        self.blocks = nn.ModuleList(Block(width, heads, hidden, rotary, matmul, gain) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, hidden, matmul, gain) for _ in range(layers))
         self.norm = RMSNorm(width)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:

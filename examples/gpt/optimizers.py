@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import halfstep as hs
 import torch
 from torch import Tensor, nn
+
+import halfstep as hs
 
 from .config import Config
 
@@ -18,6 +19,7 @@ BETAS = (0.9, 0.95)
 
 
 def build(config: Config, model: nn.Module) -> tuple[Any, Any]:
+    """(optimizer, scaler) for a model whose weights have their final dtype and device already."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     gains = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": gains, "weight_decay": 0.0}]
@@ -42,36 +44,37 @@ def build(config: Config, model: nn.Module) -> tuple[Any, Any]:
 class TorchPhase:
     """torch.optim.AdamW on float32 masters: copy the gradients up, clip, step, copy the weights down.
 
-    Weights that are float32 already (or `master="none"`) are updated in place.
+    Weights that are float32 already, and all with `master="none"`, are updated in place.
     """
 
     def __init__(self, groups: list[dict[str, Any]], config: Config):
-        self.weights = [p for group in groups for p in group["params"]]
-        keep = config.master == "none" or config.weight_dtype == torch.float32
-        masters = {p: p if keep else nn.Parameter(p.detach().float()) for p in self.weights}
-        self.masters = list(masters.values())
-        self.copied = not keep
-        self.clip = config.clip or float("inf")
+        self.weights: list[Tensor] = [p for group in groups for p in group["params"]]
+        self.copied = config.weight_dtype != torch.float32 and config.master != "none"
+        self.masters = [p.detach().float() for p in self.weights] if self.copied else self.weights
+        if self.copied:
+            for master in self.masters:
+                master.grad = torch.empty_like(master)
+        of = dict(zip(self.weights, self.masters, strict=True))
         self.inner = torch.optim.AdamW(
-            [{**group, "params": [masters[p] for p in group["params"]]} for group in groups],
+            [{**group, "params": [of[p] for p in group["params"]]} for group in groups],
             lr=config.lr,
             betas=BETAS,
             fused=True,  # the fastest of torch's three
         )
         self.param_groups = self.inner.param_groups
+        self.max_norm = config.clip or float("inf")
+        self.norm_needed = config.scaled or config.clip > 0
 
     def take_gradients(self) -> None:
         if self.copied:
-            for master, weight in zip(self.masters, self.weights, strict=True):
-                master.grad = weight.grad.float()
+            _copy([m.grad for m in self.masters], [p.grad for p in self.weights])
 
     def give_weights(self) -> None:
         if self.copied:
-            with torch.no_grad():
-                torch._foreach_copy_(self.weights, self.masters)
+            _copy(self.weights, self.masters)
 
     def zero_grad(self) -> None:
-        for p in (*self.weights, *self.masters):
+        for p in self.weights:
             p.grad = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,8 +82,13 @@ class TorchPhase:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.inner.load_state_dict(state["inner"])
-        with torch.no_grad():
-            torch._foreach_copy_(self.masters, state["masters"])
+        self.param_groups = self.inner.param_groups
+        _copy(self.masters, state["masters"])
+
+
+@torch.no_grad()
+def _copy(targets: list[Any], sources: list[Any]) -> None:
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class TorchScaler(torch.amp.GradScaler):
@@ -89,7 +97,9 @@ class TorchScaler(torch.amp.GradScaler):
     def step(self, optimizer: TorchPhase) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         optimizer.take_gradients()
         self.unscale_(optimizer.inner)
-        norm = nn.utils.clip_grad_norm_(optimizer.masters, optimizer.clip)
+        norm = torch.zeros(())
+        if optimizer.norm_needed:
+            norm = nn.utils.clip_grad_norm_(optimizer.masters, optimizer.max_norm)
         super().step(optimizer.inner)
         optimizer.give_weights()
         return ~norm.isfinite()
@@ -98,14 +108,11 @@ class TorchScaler(torch.amp.GradScaler):
 def bytes_by_part(model: nn.Module, optimizer: Any) -> dict[str, float]:
     """Bytes per parameter of everything the phase keeps, added up from the tensors themselves."""
     parameters = list(model.parameters())
-    parts = {
-        "weights": parameters,
-        "gradients": [p.grad for p in parameters],
-    }
+    parts: dict[str, list[Tensor | None]] = {"weights": [*parameters], "gradients": [p.grad for p in parameters]}
     if isinstance(optimizer, TorchPhase):
         states = [optimizer.inner.state[m] for m in optimizer.masters]
         if optimizer.copied:
-            parts["master"] = optimizer.masters
+            parts["master"] = [*optimizer.masters]
             parts["float32 gradients"] = [m.grad for m in optimizer.masters]
     else:
         states = [optimizer.state[p] for p in parameters]

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import halfstep
 import torch
 from rich.table import Table
 
-PHASES = ("forward", "backward", "optimizer")
+import halfstep
+
+PHASES: tuple[str, ...] = ("forward", "backward", "optimizer")
 
 
 class Clock:
@@ -59,13 +60,15 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
 
     row("validation loss, nats per byte", [run["val_loss"] for run in runs], ".4f")
     shown.add_section()
+    shown.add_row("milliseconds per step (medians)")
     for phase in PHASES:
-        row(f"{phase}, ms per step", [run["seconds_per_step"][phase] * 1e3 for run in runs], ".2f")
-    row("step, ms", [sum(run["seconds_per_step"].values()) * 1e3 for run in runs], ".2f")
+        row(f"  {phase}", [run["seconds_per_step"][phase] * 1e3 for run in runs], ".2f")
+    row("  all", [sum(run["seconds_per_step"].values()) * 1e3 for run in runs], ".2f")
     shown.add_section()
+    shown.add_row("bytes per parameter")
     for part in dict.fromkeys(part for run in runs for part in run["bytes_per_parameter"]):
-        row(f"{part}, bytes per parameter", [run["bytes_per_parameter"].get(part) for run in runs], ".2f")
-    row("all, bytes per parameter", [sum(run["bytes_per_parameter"].values()) for run in runs], ".2f")
+        row(f"  {part}", [run["bytes_per_parameter"].get(part) for run in runs], ".2f")
+    row("  all", [sum(run["bytes_per_parameter"].values()) for run in runs], ".2f")
     return shown
 
 
@@ -114,7 +117,8 @@ def picture(path: Path, losses: list[float], validation: list[tuple[int, float]]
     axes.plot(steps, values, color="tab:blue", marker="o", markersize=4, label="validation")
     for (name, loss), style in zip(baselines.items(), ("--", ":"), strict=True):
         axes.axhline(loss, color="gray", linestyle=style, label=f"{name} {loss:.2f}")
-    axes.set(xlabel="update", ylabel="nats per byte", ylim=(None, 1.5 * max(baselines.values())))
-    axes.legend()
+    # the first updates, far above the rest, would squeeze it
+    axes.set(xlabel="update", ylabel="nats per byte", ylim=(None, 1.2 * max(*values, *baselines.values())))
+    axes.legend(loc="upper right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -14,12 +14,17 @@ from . import checkpoint, data, matmul, optimizers, report
 from .config import Config
 from .model import GPT
 
+EVALUATED_AT_ONCE = 16  # windows of the validation text
+
 
 @dataclass
 class History:
+    """What has happened so far."""
+
     updates: int = 0
     batches: int = 0  # taken from the text: more than updates x accumulate where an overflow skipped its batches
     skipped: int = 0
+    overflows: int = 0  # skipped in a row, up to now
     grown: int = 0  # times the loss scale grew
     seconds: float = 0.0  # spent training, over all resumed parts
     losses: list[float] = field(default_factory=list)  # one per update
@@ -28,12 +33,14 @@ class History:
 
 
 class Run:
+    """Everything that a training step touches, made from a Config alone: equal settings start with equal bits."""
+
     def __init__(self, config: Config):
         torch.manual_seed(config.seed)
         self.device = torch.device(config.device)
         self.matmul = matmul.choose(self.device, config.matmul_dtype, config.matmul)
         self.config = replace(config, matmul=self.matmul.kind)  # a resumed run must multiply as the first part did
-        model = GPT(data.VOCABULARY, config.context, config.width, config.layers, config.heads, self.matmul)
+        model = GPT(data.VOCABULARY, config.width, config.layers, config.heads, self.matmul)
         self.model = model.to(self.device, config.weight_dtype)
         self.optimizer, self.scaler = optimizers.build(self.config, self.model)
         self.history = History()
@@ -52,7 +59,7 @@ class Run:
     def evaluate(self, text: data.Text, positions: Tensor) -> float:
         """Mean loss, in nats per byte, over the windows of the validation text at `positions`."""
         total = 0.0
-        for part in positions.split(self.config.batch):
+        for part in positions.split(EVALUATED_AT_ONCE):
             window = text.validation[part].to(self.device, torch.int64)
             with self.autocast():
                 total += self.model(window[:, :-1], window[:, 1:]).item() * len(part)
@@ -65,7 +72,9 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "random": torch.get_rng_state(),  # nothing here draws after the start; dropout, if you add it, will
+            # nothing here draws after the start; dropout, if you add it, will
+            "random": torch.get_rng_state(),
+            "cuda_random": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
         }
         checkpoint.save(path, state)
 
@@ -79,6 +88,8 @@ class Run:
         run.history = History(**state["history"])
         run.clock.steps = run.history.phases
         torch.set_rng_state(state["random"].cpu())
+        if state["cuda_random"]:
+            torch.cuda.set_rng_state_all([part.cpu() for part in state["cuda_random"]])
         return run
 
     def result(self) -> dict[str, Any]:

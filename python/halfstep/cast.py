@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .ops import cast as cast_ops
 from .ops import schemas as _schemas  # noqa: F401  registers torch.ops.halfstep
-from .ops.layout import check_tensor, check_writable
+from .ops.layout import check_tensor
+from .ops.overlap import check_writable
 
 
 @torch.no_grad()
@@ -43,18 +44,25 @@ def cast_(dst_list: Sequence[Tensor], src_list: Sequence[Tensor], rounding: str 
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed}: expected an integer from 0 to 2**32 - 1")
     if len(dst) != len(src):
-        raise ValueError(f"dst_list has {len(dst)} tensors and src_list {len(src)}; they are paired, so give as many of each")
+        raise ValueError(
+            f"dst_list has {len(dst)} tensors and src_list {len(src)}; they are paired, so give as many of each"
+        )
     for i, (d, s) in enumerate(zip(dst, src, strict=True)):
         check_tensor(d, f"dst_list[{i}]")
         check_tensor(s, f"src_list[{i}]")
         if d.shape != s.shape:
             raise ValueError(
-                f"dst_list[{i}] has shape {tuple(d.shape)} and src_list[{i}] {tuple(s.shape)}; pairs must have one shape"
+                f"dst_list[{i}] has shape {tuple(d.shape)} and src_list[{i}] {tuple(s.shape)}; pairs need one shape"
             )
         if d.device != s.device or d.device != dst[0].device:
-            raise ValueError(f"pair {i} is on {d.device} and {s.device}, the first on {dst[0].device}; use one device a call")
+            raise ValueError(
+                f"pair {i} is on {d.device} and {s.device}, the first on {dst[0].device}; use one device a call"
+            )
     if torch.compiler.is_compiling():
         torch.ops.halfstep.cast_(dst, src, rounding == "stochastic", seed)
         return
-    check_writable(dst, [f"dst_list[{i}]" for i in range(len(dst))], src, [f"src_list[{i}]" for i in range(len(src))])
+    # a pair of one and the same tensor overwrites itself with itself; any other shared memory is a race
+    reads = [(f"src_list[{i}]", s) for i, (d, s) in enumerate(zip(dst, src, strict=True)) if s is not d]
+    names = [f"dst_list[{i}]" for i in range(len(dst))]
+    check_writable(dst, names, [s for _, s in reads], [name for name, _ in reads])
     cast_ops.cast_(dst, src, rounding == "stochastic", seed)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
-import runpy
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -43,25 +43,30 @@ def doctor(
     raise typer.Exit(1 if facts.problems else 0)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True}
+)
 def bench(
     context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="One operator family; all of them without a name.")] = None,
     show: Annotated[bool, typer.Option("--list", help="Name the benchmarks and stop.")] = False,
 ) -> None:
-    """Run the microbenchmarks; what follows NAME goes to the benchmark (NAME --help shows what it takes)."""
+    """Run the microbenchmarks; other options go to them (halfstep bench NAME --help shows what NAME takes)."""
     names = benchmark_names()
     if show:
         print("\n".join(names))
         return
+    options = context.args
+    if name is not None and name.startswith("-"):  # an option of the benchmarks, for all of them
+        name, options = None, [name, *options]
     if name is not None and name not in names:
         known = ", ".join(names) or "none in this installation"
         raise typer.BadParameter(f"no benchmark is called {name!r}; there are: {known}", param_hint="NAME")
     arguments = sys.argv
     for each in [name] if name else names:
-        sys.argv = [f"halfstep bench {each}", *context.args]
+        sys.argv = [f"halfstep bench {each}", *options]
         try:
-            runpy.run_module(f"halfstep.bench.{each}", run_name="__main__", alter_sys=False)
+            importlib.import_module(f"halfstep.bench.{each}").main()
         finally:
             sys.argv = arguments
 

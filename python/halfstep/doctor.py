@@ -71,7 +71,7 @@ def build_info() -> dict[str, Any]:
         return {
             "modules": [],
             "reason": "this source tree was never built",
-            "remedy": "Run `pip install .` or `make test`.",
+            "remedy": "Run `pip install .` in it, or `make test`.",
         }
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .ops import optimizer as optimizer_ops
-from .ops.layout import check_tensor, check_writable
+from .ops.layout import check_tensor
+from .ops.overlap import check_writable
 from .shards import is_sharded
 
 
@@ -20,9 +21,13 @@ def _checked(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
     for i, tensor in enumerate(found):
         check_tensor(tensor, f"{name}[{i}]")
         if is_sharded(tensor):
-            raise TypeError(f"{name}[{i}] is a DTensor; pass its local part (tensor.to_local()) and reduce over the mesh")
+            raise TypeError(
+                f"{name}[{i}] is a DTensor; pass its local part (tensor.to_local()) and reduce over the mesh"
+            )
         if tensor.device != found[0].device:
-            raise ValueError(f"{name}[{i}] is on {tensor.device}, {name}[0] on {found[0].device}; use one device a call")
+            raise ValueError(
+                f"{name}[{i}] is on {tensor.device}, {name}[0] on {found[0].device}; use one device a call"
+            )
     return found
 
 
@@ -42,8 +47,8 @@ def grad_stats(grads: Iterable[Tensor], scale: Tensor | float | None = None) -> 
         scale: the loss scale they carry, a number or 1-element tensor; None for unscaled gradients.
 
     Returns:
-        (norm, found_inf): 0-d float64, and 0-d float32 that is 1.0 if any u is Inf or NaN. The norm has one fixed order of
-        summation on every backend, and does not overflow or vanish for finite gradients of any size.
+        (norm, found_inf): 0-d float64, and 0-d float32 that is 1.0 if any u is Inf or NaN. The norm has one fixed order
+            of summation on every backend, and does not overflow or vanish for finite gradients of any size.
 
     Bytes read per element: the gradient's item size. Raises TypeError (dtype, sparse, DTensor), ValueError (devices).
 
@@ -58,12 +63,12 @@ def grad_stats(grads: Iterable[Tensor], scale: Tensor | float | None = None) -> 
     if torch.compiler.is_compiling():
         return torch.ops.halfstep.grad_stats(checked, divisor)
     total, first_bad = optimizer_ops.grad_stats(checked, divisor)
-    return total.sqrt(), (first_bad >= 0).float()
+    return optimizer_ops.norm_from(total), (first_bad >= 0).float()
 
 
 @torch.no_grad()
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float, found_inf: Tensor) -> None:
-    """grad = round(f32(grad) * inv_scale), in place, and found_inf = 1 if a stored value is Inf or NaN (else untouched).
+    """grad = round(f32(grad) * inv_scale), in place, and found_inf = 1 if a stored value is Inf or NaN.
 
     Args:
         grads: as in `grad_stats`; written in place, so expanded or overlapping ones are refused.
@@ -82,7 +87,9 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float, found_inf: Tens
     checked = _checked(grads, "grads")
     factor = _scalar(inv_scale, "inv_scale", found_inf.device)
     if found_inf.numel() != 1 or not found_inf.is_floating_point():
-        raise ValueError(f"found_inf must be a 1-element floating tensor, got {found_inf.dtype} {tuple(found_inf.shape)}")
+        raise ValueError(
+            f"found_inf must be a 1-element floating tensor, got {found_inf.dtype} {tuple(found_inf.shape)}"
+        )
     if torch.compiler.is_compiling():
         torch.ops.halfstep.unscale_(checked, factor, found_inf)
         return
@@ -120,7 +127,9 @@ def clip_grad_norm_(
         5.0
     """
     if float(norm_type) != 2.0:
-        raise ValueError(f"norm_type={norm_type}: halfstep clips by the 2-norm; use torch.nn.utils.clip_grad_norm_ for others")
+        raise ValueError(
+            f"norm_type={norm_type}: halfstep clips by the 2-norm; use torch.nn.utils.clip_grad_norm_ for others"
+        )
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm}: expected a number >= 0")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -131,5 +140,7 @@ def clip_grad_norm_(
     if error_if_nonfinite:
         norm, _ = grad_stats(grads)
         if not norm.isfinite():
-            raise RuntimeError(f"the gradients' norm is {norm.item()}, so they were not clipped; some gradient is not finite")
+            raise RuntimeError(
+                f"the gradients' norm is {norm.item()}, so they were not clipped; some gradient is not finite"
+            )
     return optimizer_ops.clip_grad_norm_(grads, float(max_norm))

@@ -5,19 +5,27 @@ With halfstep's optimizers nothing waits for the device: unscaling, the overflow
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from math import isnan
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from .fused_adam import FusedAdam
 from .gradients import unscale_
-from .optim import FusedAdam
-from .shards import local
+from .reports import warn
+from .shards import local, ranks
 
 _UNSCALED, _STEPPED = "unscaled", "stepped"
+_FLOAT32 = torch.finfo(torch.float32)
+
+
+class _Numbers(NamedTuple):
+    scale: float
+    clean_steps: int  # since the last overflow or growth
+    tolerance: int  # overflows left before the scale shrinks
 
 
 class LossScaler:
@@ -32,10 +40,10 @@ class LossScaler:
         init_scale: between min_scale and max_scale.
         growth_factor: >= 1. backoff_factor: in (0, 1]. growth_interval: >= 1 clean steps.
         enabled: False makes every method pass through, as with GradScaler.
-        hysteresis: overflows tolerated before the scale shrinks, counted since it last grew; >= 1.
-        min_scale, max_scale: the scale never leaves these bounds, so it is never 0, Inf or NaN.
+        hysteresis: the scale shrinks from this many overflows on, counted since it last grew; >= 1.
+        min_scale, max_scale: the scale never leaves these bounds, so it is never 0, Inf or NaN. Normal float32 numbers.
 
-    Raises ValueError for values out of range.
+    Raises ValueError for values out of range. Survives pickle and deepcopy between update() and the next step().
 
     Source: Micikevicius et al., "Mixed precision training", ICLR 2018, section 3.2.
 
@@ -53,24 +61,20 @@ class LossScaler:
         backoff_factor: float = 0.5, growth_interval: int = 2000, *, enabled: bool = True, hysteresis: int = 1,
         min_scale: float = 1.0, max_scale: float = 2.0**32,
     ) -> None:  # fmt: skip
-        if not 0 < min_scale <= init_scale <= max_scale < float("inf"):
+        if not _FLOAT32.tiny <= min_scale <= init_scale <= max_scale <= _FLOAT32.max:
             raise ValueError(
-                f"expected 0 < min_scale <= init_scale <= max_scale < inf, got {min_scale}, {init_scale}, {max_scale}"
+                f"expected {_FLOAT32.tiny:.4g} <= min_scale <= init_scale <= max_scale <= {_FLOAT32.max:.4g} (normal "
+                f"float32 numbers), got {min_scale}, {init_scale}, {max_scale}"
             )
-        if not growth_factor >= 1 or not 0 < backoff_factor <= 1:
-            raise ValueError(
-                f"expected growth_factor >= 1 and backoff_factor in (0, 1], got {growth_factor} and {backoff_factor}"
-            )
-        if growth_interval < 1 or hysteresis < 1:
-            raise ValueError(f"expected growth_interval and hysteresis >= 1, got {growth_interval} and {hysteresis}")
+        _check_pace(growth_factor, backoff_factor, growth_interval)
+        if hysteresis < 1:
+            raise ValueError(f"hysteresis={hysteresis}: expected an integer >= 1")
         self._device = None if device is None else torch.device(device)
         self._init_scale, self._growth_factor, self._backoff_factor = init_scale, growth_factor, backoff_factor
         self._growth_interval, self._hysteresis = growth_interval, hysteresis
         self._min_scale, self._max_scale, self._enabled = min_scale, max_scale, enabled
-        self._scale: Tensor | None = None  # 0-d float32, made at the first use; so are the counters
-        self._clean_steps: Tensor | None = None  # 0-d int32
-        self._tolerance: Tensor | None = None  # 0-d int32, overflows left before the scale shrinks
-        self._resume: dict[str, Any] = {}
+        self._start = _Numbers(init_scale, 0, hysteresis)  # until the first use shows the device
+        self._tensors: tuple[Tensor, Tensor, Tensor] | None = None
         self._forget()
         self._warned_at_floor = False
 
@@ -78,15 +82,27 @@ class LossScaler:
         self._stage: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
         self._found: WeakKeyDictionary[torch.optim.Optimizer, Tensor] = WeakKeyDictionary()
 
-    def _state(self, device: torch.device | None = None) -> Tensor:
-        if self._scale is None:
-            device = self._device or device or torch.device("cpu")
-            saved = self._resume
-            self._scale = torch.tensor(saved.get("scale", self._init_scale), dtype=torch.float32, device=device)
-            self._clean_steps = torch.tensor(saved.get("_growth_tracker", 0), dtype=torch.int32, device=device)
-            tolerance = saved.get("_hysteresis_tracker", self._hysteresis)
-            self._tolerance = torch.tensor(tolerance, dtype=torch.int32, device=device)
-        return self._scale
+    def _on_device(self, device: torch.device | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(scale float32, clean steps int32, tolerance int32), 0-d, made at the first use."""
+        if self._tensors is None:
+            where = self._device or device or torch.device("cpu")
+            self._tensors = (
+                torch.tensor(self._start.scale, dtype=torch.float32, device=where),
+                torch.tensor(self._start.clean_steps, dtype=torch.int32, device=where),
+                torch.tensor(self._start.tolerance, dtype=torch.int32, device=where),
+            )
+        return self._tensors
+
+    def _within_bounds(self, scale: float) -> float:
+        if isnan(scale):
+            raise ValueError("the new loss scale is NaN; expected a number (it is brought within the bounds)")
+        return min(max(scale, self._min_scale), self._max_scale)
+
+    def _numbers(self) -> _Numbers:
+        if self._tensors is None:
+            return self._start
+        scale, clean, tolerance = self._tensors
+        return _Numbers(float(scale), int(clean), int(tolerance))
 
     # ---- the training loop -----------------------------------------------------------------------------------------
     def scale(self, outputs: Any) -> Any:
@@ -94,8 +110,8 @@ class LossScaler:
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            return outputs * self._state(outputs.device).to(outputs.device)
-        if isinstance(outputs, Iterable):
+            return outputs * self._on_device(outputs.device)[0].to(outputs.device)
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (str, Mapping)):
             scaled = [self.scale(output) for output in outputs]
             return tuple(scaled) if isinstance(outputs, tuple) else scaled
         raise TypeError(f"scale() takes a tensor or an iterable of tensors, got {type(outputs).__name__}")
@@ -111,23 +127,31 @@ class LossScaler:
         stage = self._stage.get(optimizer)
         if stage is not None:
             raise RuntimeError(
-                f"unscale_() on an optimizer that was {stage} since the last update(): its gradients would be divided twice. "
-                "Call update() first"
+                f"unscale_() on an optimizer that was {stage} since the last update(): its gradients would be "
+                "divided twice. Call update() first"
             )
-        grads = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        scale = self._state(grads[0].device if grads else None)
+        held = _gradients(optimizer)
+        if any(ranks(grad) > 1 for grad in held):
+            raise RuntimeError(
+                "this version cannot share the overflow flag between the ranks of a DTensor mesh: some would skip the "
+                "step and others not. Use bfloat16, which needs no scaler, or unscale and check the gradients yourself"
+            )
+        grads = [local(grad) for grad in held]
+        scale = self._on_device(grads[0].device if grads else None)[0]
         inverse = (1.0 / scale.double()).float()
         found = torch.zeros((), dtype=torch.float32, device=scale.device)
         for device in dict.fromkeys(g.device for g in grads):
             here = torch.zeros((), dtype=torch.float32, device=device)
             unscale_([g for g in grads if g.device == device], inverse.to(device), here)
             found = torch.maximum(found, here.to(found.device))
-        self._found[optimizer] = found
         self._stage[optimizer] = _UNSCALED
+        if grads:
+            self._found[optimizer] = found
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """optimizer.step(), left out if a gradient is Inf or NaN after unscaling. Returns whether it was (0-d bool).
 
+        Arguments after the optimizer go to its step(); a closure is refused.
         halfstep's optimizers check, unscale and skip on the device; other optimizers cost one wait for the flag here.
         Gradients that became non-finite between unscale_() and step() count too (with halfstep's optimizers).
 
@@ -135,57 +159,70 @@ class LossScaler:
         """
         if not self._enabled:
             optimizer.step(*args, **kwargs)
-            return torch.tensor(False)
-        if "closure" in kwargs or args:
-            raise RuntimeError("step() with a closure is not possible under a scaler: a skipped step cannot be retried inside it")
+            return optimizer.skipped if isinstance(optimizer, FusedAdam) else torch.tensor(False)
+        if kwargs.get("closure", args[0] if args else None) is not None:
+            raise RuntimeError(
+                "step() with a closure is not possible under a scaler: a skipped step cannot be retried inside it"
+            )
         if self._stage.get(optimizer) == _STEPPED:
-            raise RuntimeError("step() was already called on this optimizer since the last update(); call update() first")
+            raise RuntimeError(
+                "step() was already called on this optimizer since the last update(); call update() first"
+            )
         if isinstance(optimizer, FusedAdam):
-            skipped = self._step_fused(optimizer)
+            skipped = self._step_fused(optimizer, *args, **kwargs)
         else:
-            skipped = self._step_foreign(optimizer)
-        self._found[optimizer] = skipped.float()
-        self._stage[optimizer] = _STEPPED
+            skipped = self._step_foreign(optimizer, *args, **kwargs)
+        self._record(optimizer, skipped)
         return skipped
 
-    def _step_fused(self, optimizer: FusedAdam) -> Tensor:
+    def _record(self, optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
+        self._stage[optimizer] = _STEPPED
+        if _gradients(optimizer):  # without any, nothing was learned about the scale
+            self._found[optimizer] = skipped.float()
+
+    def _step_fused(self, optimizer: FusedAdam, *args: Any, **kwargs: Any) -> Tensor:
         unscaled = self._stage.get(optimizer) == _UNSCALED
-        optimizer.grad_scale = None if unscaled else self._state()
-        optimizer.found_inf = self._found[optimizer] if unscaled else None
+        optimizer.grad_scale = None if unscaled else self._on_device()[0]
+        optimizer.found_inf = self._found.get(optimizer) if unscaled else None
         try:
-            optimizer.step()
+            optimizer.step(*args, **kwargs)
+        except Warning:  # a filter made an error of the report that ends a step: the step itself is complete
+            self._record(optimizer, optimizer.skipped)
+            raise
         finally:
-            optimizer.grad_scale = optimizer.found_inf = None
+            del optimizer.grad_scale, optimizer.found_inf
         return optimizer.skipped
 
-    def _step_foreign(self, optimizer: torch.optim.Optimizer) -> Tensor:
+    def _step_foreign(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         if self._stage.get(optimizer) != _UNSCALED:
             self.unscale_(optimizer)
-        skipped = self._found[optimizer] > 0
+        skipped = self._found[optimizer] > 0 if optimizer in self._found else torch.tensor(False)
         if not skipped.item():  # the one wait
-            optimizer.step()
+            optimizer.step(*args, **kwargs)
         return skipped
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """The next scale, after every optimizer had its step(); or `new_scale`, as given. Without waiting.
+        """The next scale, after every optimizer had its step(), without waiting; or `new_scale`, within the bounds.
 
-        Raises RuntimeError if no optimizer was stepped or unscaled since the last update.
+        Raises RuntimeError if no optimizer was stepped or unscaled since the last update, ValueError for a NaN.
         """
         if not self._enabled:
             return
-        scale = self._state()
+        scale = self._on_device()[0]
         if new_scale is not None:
-            scale.fill_(float(new_scale)).clamp_(self._min_scale, self._max_scale)
+            scale.fill_(self._within_bounds(float(new_scale)))
         else:
             if not self._found:
-                raise RuntimeError("update() before any step() or unscale_(): there is nothing to learn from yet")
+                raise RuntimeError(
+                    "update() before a step() or unscale_() that saw gradients: there is nothing to learn from yet. "
+                    "Call backward() on the scaled loss first"
+                )
             found = torch.stack([f.to(scale.device) for f in self._found.values()]).max() > 0
-            self._next_scale(scale, found)
+            self._next_scale(found)
         self._forget()
 
-    def _next_scale(self, scale: Tensor, found: Tensor) -> None:
-        clean, tolerance = self._clean_steps, self._tolerance
-        assert clean is not None and tolerance is not None
+    def _next_scale(self, found: Tensor) -> None:
+        scale, clean, tolerance = self._on_device()
         clean.copy_(torch.where(found, 0, clean + 1))
         tolerance.copy_(torch.where(found, tolerance - 1, tolerance))
         grow = clean >= self._growth_interval
@@ -198,22 +235,21 @@ class LossScaler:
             self._warn_at_floor(bool(shrink), float(scale))
 
     def _warn_at_floor(self, shrink: bool, scale: float) -> None:
-        if not shrink or scale > self._min_scale or self._backoff_factor == 1.0:
-            self._warned_at_floor &= shrink
-            return
-        if not self._warned_at_floor:
+        if scale > self._min_scale:
+            self._warned_at_floor = False
+        elif shrink and not self._warned_at_floor and self._backoff_factor < 1.0:
             self._warned_at_floor = True
-            warnings.warn(
-                f"halfstep: the loss scale is at its minimum, {scale:g}, and gradients still overflow: they are too large for "
-                "their dtype or the loss is not finite. Look at the parameter named by the optimizer's warning",
+            warn(
+                f"halfstep: the loss scale is at its minimum, {scale:g}, and gradients still overflow: they are "
+                "too large for their dtype or the loss is not finite. The optimizer's warning names the "
+                "parameter",
                 RuntimeWarning,
-                stacklevel=4,
             )
 
     # ---- queries and state -----------------------------------------------------------------------------------------
     def get_scale(self) -> float:
         """The current scale (waits for the device); 1.0 if disabled."""
-        return float(self._state()) if self._enabled else 1.0
+        return self._numbers().scale if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
         return self._enabled
@@ -222,47 +258,78 @@ class LossScaler:
         return self._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
+        _check_pace(new_factor, self._backoff_factor, self._growth_interval)
         self._growth_factor = new_factor
 
     def get_backoff_factor(self) -> float:
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
+        _check_pace(self._growth_factor, new_factor, self._growth_interval)
         self._backoff_factor = new_factor
 
     def get_growth_interval(self) -> int:
         return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
+        _check_pace(self._growth_factor, self._backoff_factor, new_interval)
         self._growth_interval = new_interval
 
     def state_dict(self) -> dict[str, Any]:
         """GradScaler's keys plus the hysteresis; at any time, also before the first scale(). Empty if disabled."""
         if not self._enabled:
             return {}
-        started = self._clean_steps is not None and self._tolerance is not None
+        numbers = self._numbers()
         return {
-            "scale": self.get_scale() if started else self._resume.get("scale", self._init_scale),
+            "scale": numbers.scale,
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
-            "_growth_tracker": int(self._clean_steps) if started else self._resume.get("_growth_tracker", 0),
-            "_hysteresis_tracker": int(self._tolerance)
-            if started
-            else self._resume.get("_hysteresis_tracker", self._hysteresis),
+            "_growth_tracker": numbers.clean_steps,
+            "_hysteresis_tracker": numbers.tolerance,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state of LossScaler or GradScaler. Raises RuntimeError if it is empty (saved while disabled)."""
+        """Takes a state of LossScaler or GradScaler; its scale is brought within this scaler's bounds.
+
+        Raises RuntimeError if it is empty (saved while disabled), ValueError for numbers out of range.
+        """
         if not self._enabled:
             return
         if not state_dict:
             raise RuntimeError("the scaler's state is empty: it was saved from a disabled scaler")
-        self._growth_factor = state_dict["growth_factor"]
-        self._backoff_factor = state_dict["backoff_factor"]
-        self._growth_interval = state_dict["growth_interval"]
-        self._resume = dict(state_dict)
-        device = None if self._scale is None else self._scale.device
-        self._scale = self._clean_steps = self._tolerance = None
-        if device is not None:
-            self._state(device)
+        pace = state_dict["growth_factor"], state_dict["backoff_factor"], state_dict["growth_interval"]
+        _check_pace(*pace)
+        self._start = _Numbers(
+            self._within_bounds(float(state_dict["scale"])),
+            int(state_dict["_growth_tracker"]),
+            int(state_dict.get("_hysteresis_tracker", self._hysteresis)),
+        )
+        self._growth_factor, self._backoff_factor, self._growth_interval = pace
+        if self._tensors is not None:
+            device = self._tensors[0].device
+            self._tensors = None
+            self._on_device(device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._stage:
+            raise RuntimeError("a scaler can be pickled or copied only after update() and before the next step()")
+        settings = {k: v for k, v in self.__dict__.items() if k not in ("_stage", "_found", "_tensors")}
+        return {**settings, "_start": self._numbers()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._tensors = None
+        self._forget()
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _check_pace(growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
+    if not growth_factor >= 1 or not 0 < backoff_factor <= 1 or growth_interval < 1:
+        raise ValueError(
+            "expected growth_factor >= 1, backoff_factor in (0, 1] and growth_interval >= 1, got "
+            f"{growth_factor}, {backoff_factor} and {growth_interval}"
+        )

@@ -7,29 +7,32 @@ torch.optim wants it.
 
 from __future__ import annotations
 
-import warnings
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .ops.cast import join_master, round_to, split_master
 from .ops.layout import NARROW
-from .reference.rounding import join_master, round_to, split_master
+from .reports import warn
+from .shards import is_sharded, local
 
 MASTER_MODES = ("auto", "fp32", "split", None)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 _EXACT_IN_FLOAT32 = 2**24
+_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "remainder")
 
 
-def master_kind(mode: str | None, dtype: torch.dtype) -> str | None:
+def master_kind(mode: str | None, dtype: torch.dtype, name: str = "a parameter") -> str | None:
     """What a parameter of this dtype keeps beside itself: "master", "remainder" or None. ValueError if it cannot."""
     if mode not in MASTER_MODES:
-        raise ValueError(f"master={mode!r}: expected 'auto', 'fp32', 'split' or None")
+        raise ValueError(f"{name}: master={mode!r}: expected 'auto', 'fp32', 'split' or None")
     if mode is None or dtype not in NARROW:
         return None
     if mode == "split" and dtype is not torch.bfloat16:
         raise ValueError(
-            f"master='split' keeps the lower half of a float32 under a bfloat16 weight; this parameter is {dtype}. "
+            f"{name}: master='split' keeps the lower half of a float32 under a bfloat16 weight; this is {dtype}. "
             "Use master='fp32' for it (a group of its own may say so)"
         )
     return "remainder" if mode == "split" else "master"
@@ -61,16 +64,18 @@ def new_state(param: Tensor, group: dict[str, Any], logical_order: bool) -> dict
 
 
 def complete(param: Tensor, state: dict[str, Any], group: dict[str, Any], logical_order: bool) -> None:
-    """Adds what the state lacks for the group's modes and the parameter's dtype, in place; drops a master it cannot use."""
-    fresh = new_state(param, group, logical_order)
-    for key in {"master", "remainder"} & (state.keys() - fresh.keys()):
+    """Adds what the state lacks for the group's modes and the parameter's dtype, in place; drops a useless master."""
+    kind = master_kind(group["master"], param.dtype)
+    for key in {"master", "remainder"} & (state.keys() - {kind}):
         del state[key]  # the parameter changed its dtype
-    for key in fresh.keys() - state.keys():
-        state[key] = fresh[key]
+    if state.keys() >= {"step", *_moments(group), *([kind] if kind else [])}:
+        return  # the usual case, which must not allocate
+    for key, value in new_state(param, group, logical_order).items():
+        state.setdefault(key, value)
 
 
 def exported(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as torch.optim writes it: `step` as a 0-d float32 tensor (float64 past 2**24, where float32 has gaps)."""
+    """The state as torch.optim writes it: `step` as 0-d float32 (float64 past 2**24, where float32 has gaps)."""
     if "step" not in state:
         return state
     step = state["step"]
@@ -78,20 +83,33 @@ def exported(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "step": step.to(torch.float64 if wide else torch.float32)}
 
 
+def check_saved(param: Tensor, saved: dict[str, Any], name: str) -> None:
+    """Raises ValueError unless the saved state can be this parameter's."""
+    _step(saved.get("step", 0), name)
+    for key in _LIKE_THE_PARAMETER:
+        if key not in saved:
+            continue
+        if saved[key].shape != param.shape:
+            raise ValueError(
+                f"{name}: the saved {key} has shape {tuple(saved[key].shape)}, the parameter {tuple(param.shape)}; the "
+                "checkpoint belongs to another model, or its parameters come in another order"
+            )
+        if is_sharded(saved[key]) != is_sharded(param):
+            kinds = ("a DTensor", "a plain tensor") if is_sharded(param) else ("a plain tensor", "a DTensor")
+            raise ValueError(
+                f"{name} is {kinds[0]} but the saved {key} is {kinds[1]}; bring the checkpoint into the parameter's "
+                "form first (distribute_tensor() or full_tensor(), or load through torch.distributed.checkpoint)"
+            )
+
+
 def imported(
     param: Tensor, saved: dict[str, Any], group: dict[str, Any], logical_order: bool, name: str
 ) -> dict[str, Any]:
-    """A copy of a saved state in this optimizer's modes; what is missing or untrue is rebuilt. Raises ValueError.
+    """A copy of a checked saved state in this optimizer's modes; what is missing or untrue is rebuilt.
 
     May rewrite the parameter by one rounding where a float32 master becomes a split one or the reverse: the two show an
     exact tie differently, and the master is what must not change.
     """
-    for key, value in saved.items():
-        if isinstance(value, Tensor) and key != "step" and value.shape != param.shape:
-            raise ValueError(
-                f"{name}: the saved {key} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}; the "
-                "checkpoint belongs to another model, or its parameters come in another order"
-            )
     state = new_state(param, group, logical_order)
     state["step"].fill_(_step(saved.get("step", 0), name))
     for key in _moments(group):
@@ -99,8 +117,7 @@ def imported(
             state[key].copy_(saved[key])
     if "master" in state or "remainder" in state:
         _import_master(param, saved, state, name)
-    known = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "remainder"}
-    state.update({k: v.clone() if isinstance(v, Tensor) else v for k, v in saved.items() if k not in known})
+    state.update({k: deepcopy(v) for k, v in saved.items() if k not in ("step", *_LIKE_THE_PARAMETER)})
     return state
 
 
@@ -118,17 +135,17 @@ def _moments(group: dict[str, Any]) -> tuple[str, ...]:
 
 def _step(value: Any, name: str) -> int:
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if not isinstance(number, (int, float)) or number != int(number) or number < 0:
+    if not isinstance(number, (int, float)) or not 0 <= number < 2**63 or number != int(number):
         raise ValueError(f"{name}: the saved step is {value!r}; expected a whole number of updates, 0 or more")
     return int(number)
 
 
 def _import_master(param: Tensor, saved: dict[str, Any], state: dict[str, Any], name: str) -> None:
     """Fills state["master"] or ["remainder"] from the saved one if it is true to the weight."""
-    weight = param.detach()
+    weight = local(param.detach())
     wide, why_not = None, None
     if "master" in saved:
-        candidate = saved["master"]
+        candidate = local(saved["master"])
         if candidate.dtype is not torch.float32:
             why_not = f"the saved master is {candidate.dtype}, not float32 (another optimizer has cast it)"
         elif not _same_bits(round_to(candidate.to(weight.device), weight.dtype), weight):
@@ -136,21 +153,23 @@ def _import_master(param: Tensor, saved: dict[str, Any], state: dict[str, Any], 
         else:
             wide = candidate.to(weight.device)
     elif "remainder" in saved:
-        candidate = saved["remainder"]
+        candidate = local(saved["remainder"])
         if candidate.dtype is not torch.int16 or weight.dtype is not torch.bfloat16:
-            why_not = f"the saved remainder is {candidate.dtype} for a {weight.dtype} weight (another optimizer has cast it)"
+            why_not = (
+                f"the saved remainder is {candidate.dtype} for a {weight.dtype} weight (another optimizer has cast it)"
+            )
         else:
             wide = join_master(weight, candidate.to(weight.device))
     if why_not:
-        warnings.warn(f"{name}: {why_not}; the master starts again from the weight", UserWarning, stacklevel=4)
+        warn(f"{name}: {why_not}; the master starts again from the weight", UserWarning)
     if wide is None:
         return  # new_state() made it from the weight
     if "master" in state:
-        state["master"].copy_(wide)
+        local(state["master"]).copy_(wide)
         shown = round_to(wide, weight.dtype)
     else:
         shown, remainder = split_master(wide)
-        state["remainder"].copy_(remainder)
+        local(state["remainder"]).copy_(remainder)
     if not _same_bits(shown, weight):
         weight.copy_(shown)
 

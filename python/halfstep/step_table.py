@@ -3,76 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .ops.layout import NARROW, check_tensor
+from .ops.layout import NARROW
 from .ops.optimizer import AdamGroup, AdamRow, AdamStep, StepInputs, StepResult
-from .shards import first_index, local, ranks
+from .shards import first_index, is_sharded, local, ranks
 
 if TYPE_CHECKING:
-    from .optim import FusedAdam
+    from .fused_adam import FusedAdam
 
 
 class StepTable:
     """The rows of one set of active parameters, grouped by device, ready to run again and again.
 
     Args:
-        active: (group index, parameter) of every parameter with a gradient, in the optimizer's order.
-        held: all their states, to notice replaced ones.
-        flags: what else the rows depend on (each group's amsgrad).
+        params: all parameters of the optimizer, in order. missing: which of them have no gradient now.
+        held: every state tensor of the optimizer, to notice replaced ones.
+        modes: whatever else the rows were made from.
     """
 
     def __init__(
-        self, optimizer: FusedAdam, active: Sequence[tuple[int, Tensor]], held: list[Any], flags: list[bool]
+        self, optimizer: FusedAdam, params: list[Tensor], missing: list[bool], held: list[Any], modes: list[Any]
     ) -> None:
-        self.params = [p for _, p in active]
-        self.held = held
-        self.flags = flags
-        position = {id(p): i for i, p in enumerate(chain.from_iterable(g["params"] for g in optimizer.param_groups))}
-        every_name = optimizer.names()
-        self.names = [every_name[position[id(p)]] for p in self.params]
-        self.rows = [_row(optimizer, g, p, position[id(p)]) for g, p in active]
-        self.any_narrow = any(row.param.dtype in NARROW for row in self.rows)
-        self.many_ranks = any(ranks(p) > 1 for p in self.params)
+        self._params, self._missing, self._held, self._modes = params, missing, held, modes
+        groups = [g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+        names = optimizer.names()
+        self._active = [i for i, none in enumerate(missing) if not none]
+        self.names = [names[i] for i in self._active]
+        self._sharded = [i for i in self._active if is_sharded(params[i])]
+        self._locals = [local(params[i]) for i in self._sharded]
+        rows = [_row(optimizer, groups[i], params[i], i) for i in self._active]
+        self.any_narrow = any(row.param.dtype in NARROW for row in rows)
+        self._many_ranks = any(ranks(params[i]) > 1 for i in self._sharded)
         by_device: dict[torch.device, list[int]] = {}
-        for i, row in enumerate(self.rows):
-            by_device.setdefault(row.param.device, []).append(i)
+        for k, row in enumerate(rows):
+            by_device.setdefault(row.param.device, []).append(k)
         self._places = list(by_device.values())
         self._steps = [
-            AdamStep([self.rows[i] for i in place], optimizer.backend, stochastic_weight=optimizer.stochastic_rounding)
+            AdamStep(
+                [rows[k] for k in place],
+                [self.names[k] for k in place],
+                optimizer.backend,
+                stochastic_weight=optimizer.stochastic_rounding,
+            )
             for place in self._places
         ]
 
-    def matches(self, params: list[Tensor], held: list[Any], flags: list[bool]) -> bool:
+    def __bool__(self) -> bool:
+        return bool(self._active)
+
+    def matches(self, params: list[Tensor], missing: list[bool], held: list[Any], modes: list[Any]) -> bool:
         """True if these are the same parameters and states, where they were."""
         return (
-            flags == self.flags
-            and len(params) == len(self.params)
-            and len(held) == len(self.held)
-            and all(map(is_, params, self.params))
-            and all(map(is_, held, self.held))
+            missing == self._missing
+            and modes == self._modes
+            and len(params) == len(self._params)
+            and len(held) == len(self._held)
+            and all(map(is_, params, self._params))
+            and all(map(is_, held, self._held))
+            and all(local(params[i]) is part for i, part in zip(self._sharded, self._locals, strict=True))
             and not any(step.stale() for step in self._steps)
         )
 
-    def set_grads(self, grads: list[Tensor]) -> None:
-        for i, grad in enumerate(grads):
-            check_tensor(grad, f"the gradient of {self.names[i]}")
+    def set_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """The gradients of all parameters, in order; None where there is none."""
+        active = [g for g in grads if g is not None]
+        if self._sharded:
+            active = [local(g) for g in active]
+        if len(self._steps) == 1:
+            self._steps[0].set_grads(active)
+            return
         for place, step in zip(self._places, self._steps, strict=True):
-            step.set_grads([grads[i] for i in place])
+            step.set_grads([active[k] for k in place])
 
     def run(self, groups: list[AdamGroup], inputs: StepInputs, forced: str | None) -> tuple[StepResult, Tensor | None]:
         """The step on every device; (the result, the first non-finite gradient's index in `names` or None)."""
         first_bad = None
         if inputs.skip_nonfinite or inputs.max_norm is not None:
-            if self.many_ranks:
+            if self._many_ranks:
                 raise RuntimeError(
-                    "this version cannot reduce the gradient norm and the overflow flag over the ranks of a DTensor mesh; "
-                    "clip beforehand and build the optimizer with skip_nonfinite=False and max_grad_norm=None"
+                    "this version cannot reduce the gradient norm and the overflow flag over the ranks of a DTensor "
+                    "mesh; clip beforehand and build the optimizer with skip_nonfinite=False and max_grad_norm=None"
                 )
             total, first_bad = self._stats(inputs.scale, forced)
             inputs = inputs._replace(sum_squares=total, first_bad=first_bad)
@@ -91,7 +106,16 @@ class StepTable:
 
 def _on(inputs: StepInputs, step: AdamStep) -> StepInputs:
     device = step.rows[0].param.device
-    return StepInputs(*(v.to(device) if isinstance(v, Tensor) else v for v in inputs))
+
+    def here(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value.to(device)
+
+    return inputs._replace(
+        scale=here(inputs.scale),
+        sum_squares=here(inputs.sum_squares),
+        first_bad=here(inputs.first_bad),
+        found_inf=here(inputs.found_inf),
+    )
 
 
 def _row(optimizer: FusedAdam, group: int, param: Tensor, position: int) -> AdamRow:

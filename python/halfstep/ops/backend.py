@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,13 +56,18 @@ def choose(device: torch.device, forced: str | None = None) -> Any:
     if forced == "reference":
         return reference_torch
     native, why_not = _native_for(device)
+    if forced is None and native is None:
+        _say_once(device.type, why_not)
+        return reference_torch
     if forced is None:
-        return native if native is not None else reference_torch
+        return native
     if forced == "native" and native is not None:
         return native
     if forced == "triton":
         why_not = "halfstep has no Triton kernels for the optimizer in this version"
-    raise RuntimeError(f"backend={forced!r} cannot run on {device.type} tensors: {why_not}; leave backend=None to use what is there")
+    raise RuntimeError(
+        f"backend={forced!r} cannot run on {device.type} tensors: {why_not}; leave backend=None to use what is there"
+    )
 
 
 def _native_for(device: torch.device) -> tuple[Any, str | None]:
@@ -69,6 +75,16 @@ def _native_for(device: torch.device) -> tuple[Any, str | None]:
         module, why_not = native_cpu_module()
         return (native_cpu if module else None), why_not
     return None, f"halfstep has no native kernels for {device.type} tensors in this version"
+
+
+@cache
+def _say_once(device: str, why: str) -> None:
+    warnings.warn(
+        f"halfstep: {why}; plain PyTorch runs on {device} tensors instead, with the same results and many times slower "
+        "(`halfstep doctor` says more)",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 @contextmanager

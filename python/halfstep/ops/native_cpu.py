@@ -1,26 +1,32 @@
-"""The native CPU backend: tensors in, addresses to `halfstep._cpu`. Tensors are dense; the rows of a plan share layouts."""
+"""The native CPU backend: tensors in, addresses to `halfstep._cpu`. Tensors are dense; a row's share one layout."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from ..reference.optimizer import AdamGroup
-from ..reference.step import AdamRow, StepInputs, StepResult, inverse
+from ..reference.step import AdamRow, StepInputs, StepResult
 
 name = "native"
 isa = ""  # "" = the best this machine runs; a test names another
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_pointer = torch.Tensor.data_ptr
+_pointer, _dtype = Tensor.data_ptr, attrgetter("dtype")
 
 
 def _native():
-    from .. import _cpu  # here, not at import: a build without it must import, and say so when asked
+    # here, not at import: a build without the module must import, and say so when asked
+    from .. import _cpu  # type: ignore[attr-defined]
 
     return _cpu
+
+
+def _inverse(scale: Tensor | None) -> float:
+    return 1.0 if scale is None else _native().inverse(scale.item())
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
@@ -28,24 +34,22 @@ def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def _codes(tensors: Sequence[Tensor]) -> list[int]:
-    return [_CODES[t.dtype] for t in tensors]
+    return list(map(_CODES.__getitem__, map(_dtype, tensors)))
 
 
 def _sizes(tensors: Sequence[Tensor]) -> list[int]:
     return [t.numel() for t in tensors]
 
 
-def grad_stats(grads: Sequence[Tensor], factor: float) -> tuple[Tensor, Tensor]:
+def grad_stats(grads: Sequence[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
     total, first_bad = _native().grad_stats(
-        _addresses(grads), _sizes(grads), _codes(grads), factor, torch.get_num_threads(), isa
+        _addresses(grads), _sizes(grads), _codes(grads), _inverse(scale), torch.get_num_threads(), isa
     )
     return torch.tensor(total, dtype=torch.float64), torch.tensor(first_bad)
 
 
 def unscale_(grads: Sequence[Tensor], factor: float) -> Tensor:
-    first_bad = _native().scale_(
-        _addresses(grads), _sizes(grads), _codes(grads), factor, torch.get_num_threads(), isa
-    )
+    first_bad = _native().scale_(_addresses(grads), _sizes(grads), _codes(grads), factor, torch.get_num_threads(), isa)
     return torch.tensor(first_bad)
 
 
@@ -80,7 +84,7 @@ class AdamPlan:
         self._plan.set_grads(list(map(_pointer, grads)), _codes(grads))
 
     def grad_stats(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        total, first_bad = self._plan.grad_stats(inverse(scale), torch.get_num_threads(), isa)
+        total, first_bad = self._plan.grad_stats(_inverse(scale), torch.get_num_threads(), isa)
         return torch.tensor(total, dtype=torch.float64), torch.tensor(first_bad)
 
     def update(self, groups: Sequence[AdamGroup], inputs: StepInputs) -> StepResult:

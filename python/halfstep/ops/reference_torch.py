@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..reference import cast, optimizer
-from ..reference.step import AdamPlan
+from ..reference.step import AdamPlan, inverse
 
 __all__ = ["AdamPlan", "cast_", "grad_stats", "name", "unscale_"]
 
 name = "reference"
 
 
-def grad_stats(grads: Sequence[Tensor], factor: float) -> tuple[Tensor, Tensor]:
-    return optimizer.grad_stats(grads, factor)
+def grad_stats(grads: Sequence[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    return optimizer.grad_stats(grads, inverse(scale))
 
 
 def unscale_(grads: Sequence[Tensor], factor: float) -> Tensor:

@@ -29,9 +29,10 @@ def _scalar(like: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.empty((), dtype=dtype, device=like[0].device if like else "cpu")
 
 
-def _grad_stats(grads: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
+# The dispatcher leaves out arguments that equal their default: the functions repeat the schema's defaults.
+def _grad_stats(grads: list[Tensor], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     total, first_bad = optimizer_ops.grad_stats(grads, scale)
-    return total.sqrt(), (first_bad >= 0).float()
+    return optimizer_ops.norm_from(total), (first_bad >= 0).float()
 
 
 def _unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -43,7 +44,7 @@ def _clip_grad_norm_(grads: list[Tensor], max_norm: float) -> Tensor:
     return optimizer_ops.clip_grad_norm_(grads, max_norm)
 
 
-def _cast_(dst: list[Tensor], src: list[Tensor], stochastic: bool, seed: int) -> None:
+def _cast_(dst: list[Tensor], src: list[Tensor], stochastic: bool = False, seed: int = 0) -> None:
     cast_ops.cast_(dst, src, stochastic, seed)
 
 
@@ -62,7 +63,8 @@ def _adam_(
             zip(params, exp_avgs, exp_avg_sqs, column(max_exp_avg_sqs), column(masters), steps, strict=True)
         )
     ]
-    step = AdamStep(rows, None, stochastic_weight=stochastic_weight)
+    names = [f"params[{i}]" for i in range(len(rows))]
+    step = AdamStep(rows, names, None, stochastic_weight=stochastic_weight)
     step.set_grads(grads)
     stats: tuple[Tensor | None, Tensor | None] = (None, None)
     if max_norm is not None or skip_nonfinite:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .optimizer import AdamGroup, clip_coefficient, grad_stats, update_
+from .optimizer import AdamGroup, clip_coefficient, grad_stats, norm_from, update_
 
 
 class AdamRow(NamedTuple):
@@ -63,7 +63,7 @@ def inverse(scale: Tensor | None) -> float:
 
 def decide(inputs: StepInputs) -> Decision:
     """Norm, factor and skip of a step: clip coefficient / loss scale, in float64, rounded once to float32."""
-    norm = float("nan") if inputs.sum_squares is None else float(inputs.sum_squares.sqrt())
+    norm = float("nan") if inputs.sum_squares is None else float(norm_from(inputs.sum_squares))
     skip = inputs.found_inf is not None and float(inputs.found_inf) > 0
     skip |= inputs.skip_nonfinite and inputs.first_bad is not None and int(inputs.first_bad) >= 0
     if inputs.scale is None and inputs.max_norm is None:

@@ -1,0 +1,7 @@
+"""`python -m halfstep.bench [--quick ...]` runs every bench with the same arguments."""
+
+from halfstep.bench import cast, optimizer
+
+if __name__ == "__main__":
+    optimizer.main()
+    cast.main()

@@ -1,0 +1,22 @@
+"""The list functions side by side with torch's own: cast_, unscale_, grad_stats, clip_grad_norm_.
+
+    halfstep bench cast [--quick] [--only "unscale_"]
+
+The jobs are in gradient_jobs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halfstep.bench.command import run_bench
+from halfstep.bench.gradient_jobs import comparisons
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    about = "cast_, unscale_, grad_stats and clip_grad_norm_ of whole lists, halfstep against torch's own."
+    run_bench("cast", about, comparisons, arguments)
+
+
+if __name__ == "__main__":
+    main()

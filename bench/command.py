@@ -1,0 +1,87 @@
+"""The command line that all benches share: what is asked for, the run, the results file, the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from halfstep.bench import cases, harness, machine, table
+
+Comparisons = Callable[[list[cases.Case], str], Iterator[harness.Comparison]]
+
+
+def run_bench(name: str, about: str, comparisons: Comparisons, arguments: Sequence[str] | None = None) -> None:
+    """Runs one bench as its `main` does; `arguments` as in sys.argv[1:]."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    given = _parser(name, about).parse_args(arguments)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    folder = given.out or (None if given.quick else machine.results_folder())
+    path = None if folder is None else folder / f"{name}.jsonl"
+    rounds = given.rounds or (3 if given.quick else 15)
+    try:
+        run = {
+            "run": uuid.uuid4().hex[:12],
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "bench": name,
+            "command": shlex.join(["halfstep", "bench", name, *arguments]),
+            "quick": given.quick,
+            **machine.facts(),
+        }
+        found = harness.run(comparisons(cases.standard(given.quick), given.only), rounds)
+        rows = [_kept(run | row, path) for row in found]
+    except (harness.WrongResultError, machine.NothingToTimeError) as error:
+        sys.exit(f"halfstep bench {name}: {error}")
+    if not rows:
+        sys.exit(f"halfstep bench {name}: no job's name contains {given.only!r}")
+    if given.json:
+        print("\n".join(json.dumps(row) for row in rows))
+        return
+    console = Console(highlight=False)
+    for part in table.terminal(rows):
+        console.print(part)
+    console.print("\nspeed-up: against the provider at 1.00x; of probe: the bytes the job cannot avoid over its time")
+    console.print(table.caption(rows), soft_wrap=True, markup=False)
+    kept = f"rows appended to {path}" if path else "a quick run is not kept (unless --out is given)"
+    console.print(kept, soft_wrap=True)
+
+
+def _parser(name: str, about: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(f"halfstep bench {name}", description=about)
+    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds, to see that it works")
+    parser.add_argument(
+        "--json", action="store_true", help="print the rows, one JSON object a line, instead of a table"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help='only jobs whose "case: job" contains TEXT')
+    parser.add_argument("--rounds", type=_positive, help="turns of every provider (default: 15, quick: 3)")
+    parser.add_argument("--threads", type=_positive, help="torch.set_num_threads (default: as torch has it)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"where {name}.jsonl is (default: bench/results)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a whole number above 0")
+    return number
+
+
+def _kept(row: dict[str, Any], path: Path | None) -> dict[str, Any]:
+    """The row, appended to the file at once: what a run of many minutes has found survives its end."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    if sys.stderr.isatty() and row["provider"] == row["baseline"]:
+        print(f"timed {row['case']}: {row['what']}", file=sys.stderr)
+    return row

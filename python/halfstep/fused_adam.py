@@ -1,0 +1,307 @@
+"""What Adam and AdamW share: groups, the fused step, and state that survives.
+
+One step is one call for all parameters of a device: unscale, overflow check, clip, update, cast to the model's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from . import states
+from .ops.layout import NARROW, check_tensor
+from .ops.optimizer import AdamGroup, StepInputs
+from .ops.overlap import check_writable
+from .reports import StepReports, warn
+from .shards import first_index, local
+from .step_table import StepTable
+
+_MODES = ("master", "state_dtype")  # of a group; the next are the whole optimizer's
+_SETTINGS = ("stochastic_rounding", "seed", "max_grad_norm", "skip_nonfinite", "on_stale", "backend")
+_NO_GRADIENT = "differentiable=True: the fused step has no gradient; use torch.optim for that"
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """The base of `Adam` and `AdamW`; each group's `decoupled_weight_decay` tells them apart, as in torch.optim."""
+
+    _fixed: ClassVar[tuple[str, ...]] = ()  # group options that no checkpoint changes
+    _built = False  # until the groups given to __init__ are there, whose memory is checked once, not once a group
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler hands over the two below instead of unscaling
+    grad_scale: Tensor | None  # both exist only while a scaler drives the step: GradScaler multiplies with one it finds
+    found_inf: Tensor | None
+
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], *, stochastic_rounding: bool, seed: int,
+        max_grad_norm: float | None, skip_nonfinite: bool | None, on_stale: str, backend: str | None,
+    ) -> None:  # fmt: skip
+        if defaults.pop("differentiable"):
+            raise ValueError(_NO_GRADIENT)
+        if not isinstance(seed, int) or not 0 <= seed < 2**32:
+            raise ValueError(f"seed={seed}: expected an integer from 0 to 2**32 - 1")
+        self.stochastic_rounding = stochastic_rounding
+        self.seed = seed
+        self.max_grad_norm = max_grad_norm
+        self.skip_nonfinite = skip_nonfinite
+        self.on_stale = on_stale
+        self.backend = backend
+        self._check_settings()
+        self._forget()
+        super().__init__(params, {**defaults, "differentiable": False})
+        self._check_memory()
+        self._built = True
+
+    def _check_settings(self) -> None:
+        """Of the optimizer, at every step: they are plain attributes that may be set at any time."""
+        if self.max_grad_norm is not None and not number(self.max_grad_norm, "max_grad_norm") >= 0:
+            raise ValueError(f"max_grad_norm={self.max_grad_norm}: expected None or a number >= 0")
+        if self.skip_nonfinite not in (None, True, False):
+            raise ValueError(f"skip_nonfinite={self.skip_nonfinite!r}: expected None, True or False")
+        if self.on_stale not in ("refresh", "ignore"):
+            raise ValueError(f"on_stale={self.on_stale!r}: expected 'refresh' or 'ignore'")
+
+    def _forget(self) -> None:
+        """Drops all that can be rebuilt: the cached tables, the last step's results, the running reports."""
+        self._reports = StepReports()
+        self._cached: StepTable | None = None
+        self._told_of_lost_updates = False
+        self.grad_norm = torch.tensor(math.nan, dtype=torch.float64)
+        self.skipped = torch.tensor(False)
+        self.healed = torch.tensor(0)
+
+    # ---- groups ----------------------------------------------------------------------------------------------------
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim's; duplicates, shared memory and bad values are refused before anything changes."""
+        params = param_group["params"] if isinstance(param_group, dict) else set()  # torch refuses both
+        if not isinstance(params, (Tensor, set)):
+            param_group["params"] = params = list(params)
+            tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+            if len({id(t) for t in tensors}) != len(tensors):
+                raise ValueError(
+                    "a parameter appears twice in one group; it would be updated twice a step. Pass each once"
+                )
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group, len(self.param_groups) - 1)
+            if self._built:
+                self._check_memory()
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        if isinstance(group["lr"], Tensor):  # torch shares the caller's tensor between groups, and between optimizers
+            group["lr"] = group["lr"].clone()
+        self._cached = None
+
+    def _check_memory(self) -> None:
+        check_writable([local(p) for group in self.param_groups for p in group["params"]], self.names())
+
+    def _check_group(self, group: dict[str, Any], index: int) -> None:
+        where = f"parameter group {index}"
+        misplaced = sorted(group.keys() & set(_SETTINGS))
+        if misplaced:
+            raise ValueError(f"{where}: {', '.join(misplaced)} cannot differ between groups; pass it to the optimizer")
+        if group["differentiable"]:
+            raise ValueError(f"{where}: {_NO_GRADIENT}")
+        self._hyper(group, index)
+        if group["state_dtype"] not in states.STATE_DTYPES:
+            raise ValueError(
+                f"{where}: state_dtype={group['state_dtype']!r}: this version has torch.float32 and torch.bfloat16"
+            )
+        for i, param in enumerate(group["params"]):
+            name = f"{where}, parameter {i}"
+            check_tensor(param, name)
+            states.master_kind(group["master"], param.dtype, name)
+            if self._rounds(param, group) and first_index(param) is None:
+                raise ValueError(f"{name}: stochastic rounding of a DTensor needs it sharded on dimension 0 only")
+            bare = param.dtype in NARROW and group["master"] is None
+            if bare and not self.stochastic_rounding and not self._told_of_lost_updates:
+                self._told_of_lost_updates = True
+                warn(
+                    f"{name} is {param.dtype} with master=None and nearest rounding: updates smaller than half its "
+                    "spacing are lost. Keep a master (master='auto' or 'split') or set stochastic_rounding=True",
+                    UserWarning,
+                )
+
+    def _rounds(self, param: Tensor, group: dict[str, Any]) -> bool:
+        return states.rounds_stochastically(param, group, self.stochastic_rounding)
+
+    def names(self) -> list[str]:
+        """One name per parameter, in order: the user's (named parameters), or its place and shape."""
+        names = []
+        for g, group in enumerate(self.param_groups):
+            for i, param in enumerate(group["params"]):
+                given = group.get("param_names")
+                label = repr(given[i]) if given else f"{i} of group {g}"
+                names.append(f"parameter {label} (shape {tuple(param.shape)}, {param.dtype})")
+        return names
+
+    # ---- step ------------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient; returns the closure's loss.
+
+        Afterwards `grad_norm` (0-d float64, unscaled, before clipping; NaN where it was not needed), `skipped` (0-d
+        bool) and `healed` (0-d int64) describe the step, on the device. A skipped step changes no bit, not even the
+        counters.
+
+        Raises:
+            TypeError: a sparse gradient or one of an unsupported dtype.
+            RuntimeError: states that no longer fit, a backend that is not there, or a norm over sharded parameters.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        table = self._table()
+        if not table:
+            self.grad_norm = torch.tensor(math.nan, dtype=torch.float64)
+            self.skipped, self.healed = torch.tensor(False), torch.tensor(0)
+            return loss
+        self._check_settings()
+        groups = [self._hyper(group, index) for index, group in enumerate(self.param_groups)]
+        inputs = self._inputs(table)
+        result, first_bad = table.run(groups, inputs, self.backend)
+        self.grad_norm, self.skipped, self.healed = result
+        self._reports.add(self.skipped, self.healed, first_bad, table.names)
+        return loss
+
+    def _hyper(self, group: dict[str, Any], index: int) -> AdamGroup:
+        """The group's numbers, checked at every step: schedulers and users write them at any time."""
+        lr, eps, weight_decay = (
+            number(group[key], f"parameter group {index}: {key}") for key in ("lr", "eps", "weight_decay")
+        )
+        for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"parameter group {index}: {key}={value}: expected a finite number >= 0")
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"parameter group {index}: betas={betas!r}: expected two numbers in [0, 1)")
+        beta1, beta2 = (number(beta, f"parameter group {index}: betas") for beta in betas)
+        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+            raise ValueError(f"parameter group {index}: betas={betas}: expected two numbers in [0, 1)")
+        decoupled = bool(group["decoupled_weight_decay"])
+        return AdamGroup(lr, beta1, beta2, eps, weight_decay, decoupled, bool(group["maximize"]))
+
+    def _inputs(self, table: StepTable) -> StepInputs:
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scaled = scale is not None or found_inf is not None
+        skip = self.skip_nonfinite
+        if skip is None or scaled:
+            skip = scaled or self.max_grad_norm is not None or table.any_narrow
+        return StepInputs(
+            scale=scale, max_norm=self.max_grad_norm, skip_nonfinite=skip, found_inf=found_inf,
+            seed=self.seed, stochastic_weight=self.stochastic_rounding, heal=self.on_stale == "refresh",
+        )  # fmt: skip
+
+    def _table(self) -> StepTable:
+        """The rows of all parameters that have a gradient, cached until something moves."""
+        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        grads = [p.grad for p in params]
+        missing = [g is None for g in grads]
+        modes: list[Any] = [self.backend, self.stochastic_rounding]
+        for group in self.param_groups:
+            modes += (len(group["params"]), group["amsgrad"], group["master"], group["state_dtype"])
+        if self._cached is None or not self._cached.matches(params, missing, self._held(), modes):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        states.complete(p, self.state[p], group, self._rounds(p, group))
+            self._cached = StepTable(self, params, missing, self._held(), modes)
+        self._cached.set_grads(grads)
+        return self._cached
+
+    def _held(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self.state.values())))
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+    def refresh_masters(self) -> None:
+        """Rebuilds every master from its weight: after someone wrote into the parameters on purpose."""
+        with torch.no_grad():
+            for param, state in self.state.items():
+                states.refresh_master(param, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch.optim's layout, plus `master` (float32) or `remainder` (int16) for 16-bit parameters."""
+        self._reports.flush()
+        packed = super().state_dict()
+        packed["state"] = {key: states.exported(state) for key, state in packed["state"].items()}
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a checkpoint of halfstep or torch.optim, converted to this optimizer's modes. Copies, never aliases.
+
+        Hyper-parameters come from the checkpoint, `master` and `state_dtype` stay this optimizer's. A saved master is
+        taken only if it is float32 and rounds to the weight, so load the model first; else it restarts from the
+        weight, with a warning. Raises ValueError if groups, parameters or shapes do not match, before changing
+        anything.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        saved_groups, saved_states = state_dict["param_groups"], state_dict["state"]
+        ours, theirs = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
+        if ours != theirs:
+            raise ValueError(
+                f"the checkpoint has parameter groups of {theirs} parameters, this optimizer of {ours}; build it with "
+                "the same groups"
+            )
+        groups = [
+            _merged(mine, saved, self.defaults, self._fixed)
+            for mine, saved in zip(self.param_groups, saved_groups, strict=True)
+        ]
+        keys = chain.from_iterable(saved["params"] for saved in saved_groups)
+        params = [(group, p) for group in groups for p in group["params"]]
+        found = [
+            (saved_states[key], group, param, name)
+            for key, (group, param), name in zip(keys, params, self.names(), strict=True)
+            if key in saved_states
+        ]
+        for saved, _, param, name in found:
+            states.check_saved(param, saved, name)
+        loaded = {
+            param: states.imported(param, saved, group, self._rounds(param, group), name)
+            for saved, group, param, name in found
+        }
+        self.state.clear()
+        self.state.update(loaded)
+        self.param_groups[:] = groups
+        self._cached = None
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _SETTINGS}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+        self._built = True
+
+
+def number(value: Any, name: str) -> float:
+    """A number or 1-element tensor as float; TypeError or ValueError if it is neither."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must have one element, got shape {tuple(value.shape)}")
+        return float(value)
+    if isinstance(value, (int, float)) or hasattr(type(value), "__float__"):
+        return float(value)
+    raise TypeError(f"{name}={value!r}: expected a number or a 1-element tensor, got {type(value).__name__}")
+
+
+def _merged(
+    mine: dict[str, Any], saved: dict[str, Any], defaults: dict[str, Any], fixed: tuple[str, ...]
+) -> dict[str, Any]:
+    """A group with the saved hyper-parameters, our parameters and modes, and no tensor shared with the checkpoint."""
+    keep = {key: mine[key] for key in ("params", "param_names", *_MODES, *fixed) if key in mine}
+    taken = {
+        k: v.clone() if isinstance(v, Tensor) else v for k, v in saved.items() if k not in ("params", "param_names")
+    }
+    return {**defaults, **mine, **taken, **keep}
