@@ -149,7 +149,7 @@ def main(
     growth_interval: Annotated[int, typer.Option(min=1, help="Updates before it grows.")] = Config.growth_interval,
     matmul: Annotated[Literal["auto", "native", "upcast"], typer.Option(help="16-bit products.")] = "auto",
     device: Annotated[str, typer.Option(help="As torch names it; auto: cuda if there is one.")] = "auto",
-    validation: Annotated[int, typer.Option(min=1, help="Bytes of validation text to look at.")] = 65_536,
+    validation: Annotated[int, typer.Option(min=1, help="Bytes of validation text to look at.")] = 32_768,
     out: Annotated[Path, typer.Option(help="Folder for the picture and the checkpoint.")] = Path("runs/gpt"),
     checkpoint_every: Annotated[int, typer.Option(min=0, help="Updates between checkpoints; 0: at the end.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in OUT.")] = False,
