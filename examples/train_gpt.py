@@ -88,7 +88,6 @@ def train(run: Run, text: data.Text, windows: Tensor, console: Console, saved: P
                 console.print(_progress_line(run, speed))
             if save_every and history.updates % save_every == 0:
                 run.save(saved)
-    run.save(saved)
 
 
 def _raise_if_broken(run: Run) -> None:
@@ -187,6 +186,7 @@ def main(
     console.print(f"matmul     {run.matmul.kind}: {run.matmul.reason}", soft_wrap=True)
 
     train(run, text, windows, console, saved, checkpoint_every)
+    run.save(saved)
     results = {"this run": run.result()}
     if compare_steps:
         results |= compare(run.config, min(compare_steps, config.steps), text, windows)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from matplotlib import image
 from typer.testing import CliRunner
 
 PRECISIONS = ["fp32", "bf16", "fp16", "amp-bf16", "amp-fp16"]
+SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "train_gpt.py"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -162,3 +165,18 @@ def test_unknown_precision_names_the_known_ones() -> None:
     done = CliRunner().invoke(app, ["--precision", "fp8"])
     assert done.exit_code == 2
     assert "amp-bf16" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--resume", "--out", "{folder}"], "expected a checkpoint to resume from"),
+        (["--optimizer", "torch", "--master", "split"], "--master split is halfstep's"),
+    ],
+)
+def test_a_users_mistake_is_a_sentence_and_no_traceback(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    given = [argument.format(folder=tmp_path) for argument in arguments]
+    done = subprocess.run([sys.executable, str(SCRIPT), *given], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert sentence in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
