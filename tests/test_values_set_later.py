@@ -59,6 +59,21 @@ def test_a_setting_of_the_optimizer_is_none_of_a_group(key):
         hs.AdamW([{"params": parameters(BFLOAT16), key: None}])
 
 
+def test_a_group_whose_warning_is_an_error_is_not_added():
+    optimizer = hs.AdamW(parameters(FLOAT32))
+    with pytest.raises(UserWarning, match="updates smaller than half its spacing are lost"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2, dtype=BFLOAT16))], "master": None})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_the_largest_norm_may_be_a_tensor(backend):
+    runs = [hs.AdamW(parameters(BFLOAT16), max_grad_norm=m, backend=backend) for m in (0.5, torch.tensor(0.5))]
+    for optimizer in runs:
+        train(optimizer, range(3))
+    assert_same(held(runs[0]), held(runs[1]))
+
+
 def test_a_group_cannot_be_differentiable():
     with pytest.raises(ValueError, match="parameter group 0: differentiable=True: the fused step has no gradient"):
         hs.AdamW([{"params": parameters(FLOAT32), "differentiable": True}])

@@ -9,7 +9,7 @@
 namespace halfstep {
 namespace {
 
-// Chosen: about 10 us of work, below which waking a second thread costs more than it brings.
+// Chosen, not measured: below it, waking a second thread should cost more than it brings.
 constexpr int64_t kSerial = 32768;
 
 // Element offsets of the tensors laid end to end: start[i] .. start[i + 1].

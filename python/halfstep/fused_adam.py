@@ -91,7 +91,7 @@ class FusedAdam(torch.optim.Optimizer):
             self._check_group(group, len(self.param_groups) - 1)
             if self._built:
                 self._check_memory()
-        except (TypeError, ValueError):
+        except Exception:  # also a warning that a filter made an error: the group is refused as a whole
             self.param_groups.pop()
             raise
         if isinstance(group["lr"], Tensor):  # torch shares the caller's tensor between groups, and between optimizers
@@ -191,11 +191,12 @@ class FusedAdam(torch.optim.Optimizer):
     def _inputs(self, table: StepTable) -> StepInputs:
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         scaled = scale is not None or found_inf is not None
+        max_norm = None if self.max_grad_norm is None else number(self.max_grad_norm, "max_grad_norm")
         skip = self.skip_nonfinite
         if skip is None or scaled:
             skip = scaled or self.max_grad_norm is not None or table.any_narrow
         return StepInputs(
-            scale=scale, max_norm=self.max_grad_norm, skip_nonfinite=skip, found_inf=found_inf,
+            scale=scale, max_norm=max_norm, skip_nonfinite=skip, found_inf=found_inf,
             seed=self.seed, stochastic_weight=self.stochastic_rounding, heal=self.on_stale == "refresh",
         )  # fmt: skip
 
