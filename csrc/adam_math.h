@@ -23,7 +23,9 @@ struct AdamScalars {
   float decay;         // 1 - lr * weight_decay; 1 where there is none
   float step_size;     // lr / (1 - beta1^t)
   float sqrt_bias_correction2;
-  uint32_t grad_sign;  // 0x80000000 flips the gradient (maximize)
+  uint32_t grad_sign;   // 0x80000000 flips the gradient (maximize)
+  bool l2;              // there is an L2 term
+  bool lerp_from_grad;  // torch.lerp's branch for 1 - beta1 >= 0.5
 };
 
 // A fixed sequence of multiplications, so that every backend agrees on the last bit (pow() of two libraries may not).
@@ -50,6 +52,8 @@ HALFSTEP_FN AdamScalars adam_scalars(const AdamGroup& h, int64_t t) {
   s.step_size = static_cast<float>(h.lr / (1.0 - power(h.beta1, t)));
   s.sqrt_bias_correction2 = static_cast<float>(sqrt(1.0 - power(h.beta2, t)));
   s.grad_sign = h.maximize ? 0x80000000u : 0u;
+  s.l2 = s.weight_decay != 0.0f;
+  s.lerp_from_grad = s.one_minus_beta1 >= 0.5f;
   return s;
 }
 
@@ -87,21 +91,26 @@ HALFSTEP_FN StepDecision decide(const StepInputs& in) {
   return d;
 }
 
-// One element. kL2 adds the L2 term, kAmsgrad keeps max_v, kLerpFromGrad is torch.lerp's branch for 1 - beta1 >= 0.5.
-// `g` is already unscaled and clipped. p, m, v (and max_v) are read and written.
-template <bool kL2, bool kAmsgrad, bool kLerpFromGrad>
-HALFSTEP_FN void adam_update(float g, float& p, float& m, float& v, float& max_v, const AdamScalars& s) {
+HALFSTEP_FN float square_root(float x) { return sqrtf(x); }
+
+// One element, or a vector of them (cpu/simd.h). `g` is already unscaled and clipped; p, m, v and max_v (null: no amsgrad)
+// are read and written.
+template <class Real>
+HALFSTEP_FN void adam_update(Real g, Real& p, Real& m, Real& v, Real* max_v, const AdamScalars& s) {
   g = float_of(bits_of(g) ^ s.grad_sign);
-  if (kL2) g = g + s.weight_decay * p;
+  if (s.l2) g = g + s.weight_decay * p;
   p = p * s.decay;
-  m = kLerpFromGrad ? g - (g - m) * s.beta1 : m + s.one_minus_beta1 * (g - m);
+  if (s.lerp_from_grad)
+    m = g - (g - m) * s.beta1;
+  else
+    m = m + s.one_minus_beta1 * (g - m);
   v = s.beta2 * v + (s.one_minus_beta2 * g) * g;
-  float second = v;
-  if (kAmsgrad) {
-    max_v = (max_v > v || max_v != max_v) ? max_v : v;  // NaN propagates, as in torch.maximum
-    second = max_v;
+  Real second = v;
+  if (max_v) {
+    *max_v = select((*max_v > v) | (*max_v != *max_v), *max_v, v);  // NaN propagates, as in torch.maximum
+    second = *max_v;
   }
-  const float denominator = sqrtf(second) / s.sqrt_bias_correction2 + s.eps;
+  const Real denominator = square_root(second) / s.sqrt_bias_correction2 + s.eps;
   p = p - (s.step_size * m) / denominator;
 }
 

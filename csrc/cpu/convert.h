@@ -1,83 +1,115 @@
-// Blocks of 16-bit values to float32 and back. Included by kernels.cpp alone: which instructions it uses follows the flags
-// that file is compiled with. The results do not (rounding.h defines them; F16C's agree bit for bit).
+// Vectors to and from memory in each dtype. Included by kernels.cpp alone: which instructions it uses follows the flags that
+// file is compiled with. The results do not (rounding.h defines them; F16C's agree bit for bit).
 #pragma once
-#if defined(__AVX512F__) || defined(__F16C__)
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own AVX-512 header: _mm512_undefined_ps()
-#endif
-#include <immintrin.h>
-#endif
+#include <cstring>
 
 #include "philox.h"
+#include "simd.h"
 #include "tensor_table.h"
 
 namespace halfstep {
+namespace {
 
-constexpr int kBlock = 512;  // elements converted at a time: five float32 buffers of a block stay in 10 KiB of L1
+using WordLanes = uint16_t __attribute__((vector_size(2 * kWidth)));
 
-HALFSTEP_FN void widen_half(const uint16_t* x, float* out, int n) {
-  int i = 0;
+HALFSTEP_FN const char* at(const void* x, Dtype d, int64_t i) { return static_cast<const char*>(x) + i * item_size(d); }
+HALFSTEP_FN char* at(void* x, Dtype d, int64_t i) { return static_cast<char*>(x) + i * item_size(d); }
+
+// A vector at x, whole or only its first n lanes (the others are 0): `kWhole` tells which at compile time.
+template <class Lanes, bool kWhole>
+HALFSTEP_FN Lanes load_lanes(const void* x, int n) {
+  Lanes lanes{};
+  memcpy(&lanes, x, kWhole ? sizeof(Lanes) : sizeof(lanes[0]) * static_cast<size_t>(n));
+  return lanes;
+}
+template <bool kWhole, class Lanes>
+HALFSTEP_FN void store_lanes(void* x, Lanes lanes, int n) {
+  memcpy(x, &lanes, kWhole ? sizeof(Lanes) : sizeof(lanes[0]) * static_cast<size_t>(n));
+}
+
+// Zero-extends; GCC makes two halves of __builtin_convertvector where the machine has one instruction.
+HALFSTEP_FN Bits widen_words(WordLanes words) {
 #if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16)
-    _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i))));
-#elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8)
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+  return {reinterpret_cast<BitsLanes>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(words)))};
+#elif defined(__AVX2__)
+  return {reinterpret_cast<BitsLanes>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(words)))};
+#else
+  return {__builtin_convertvector(words, BitsLanes)};
 #endif
-  for (; i < n; ++i) out[i] = float_from_half(x[i]);
 }
 
-HALFSTEP_FN void narrow_half(const float* x, uint16_t* out, int n) {
-  int i = 0;
+HALFSTEP_FN Float widen_half(WordLanes h) {
 #if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
-                        _mm512_cvtps_ph(_mm512_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+  return {_mm512_cvtph_ps(reinterpret_cast<__m256i>(h))};
 #elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
-                     _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+  return {_mm256_cvtph_ps(reinterpret_cast<__m128i>(h))};
+#else
+  return float_from_half(widen_words(h));
 #endif
-  for (; i < n; ++i) out[i] = half_from_float(x[i]);
 }
 
-HALFSTEP_FN void widen_bf16(const uint16_t* x, float* out, int n) {
-#pragma omp simd
-  for (int i = 0; i < n; ++i) out[i] = float_from_bf16(x[i]);
+HALFSTEP_FN WordLanes narrow_half(Float x) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<WordLanes>(_mm512_cvtps_ph(x.lanes, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  return reinterpret_cast<WordLanes>(_mm256_cvtps_ph(x.lanes, _MM_FROUND_TO_NEAREST_INT));
+#else
+  return __builtin_convertvector(half_from_float(x).lanes, WordLanes);
+#endif
 }
 
-HALFSTEP_FN void narrow_bf16(const float* x, uint16_t* out, int n) {
-#pragma omp simd
-  for (int i = 0; i < n; ++i) out[i] = bf16_from_float(x[i]);
+// 16-bit patterns in the lower halves of words.
+template <bool kWhole>
+HALFSTEP_FN Bits load_words(const void* x, int n) {
+  return widen_words(load_lanes<WordLanes, kWhole>(x, n));
+}
+template <bool kWhole>
+HALFSTEP_FN void store_words(void* x, Bits words, int n) {
+  store_lanes<kWhole>(x, __builtin_convertvector(words.lanes, WordLanes), n);
 }
 
-static const char* at(const void* x, Dtype d, int64_t i) { return static_cast<const char*>(x) + i * item_size(d); }
-static char* at(void* x, Dtype d, int64_t i) { return static_cast<char*>(x) + i * item_size(d); }
-
-// A block as float32: where it lies if it is float32 already, else widened into `buffer`.
-static const float* widen(const void* x, Dtype d, float* buffer, int n) {
-  if (d == Dtype::f32) return static_cast<const float*>(x);
-  const uint16_t* h = static_cast<const uint16_t*>(x);
-  if (d == Dtype::bf16)
-    widen_bf16(h, buffer, n);
-  else
-    widen_half(h, buffer, n);
-  return buffer;
-}
-static float* widen(void* x, Dtype d, float* buffer, int n) {
-  if (d == Dtype::f32) return static_cast<float*>(x);
-  widen(static_cast<const void*>(x), d, buffer, n);
-  return buffer;
+// Elements i, i + 1, ... of x as float32.
+template <bool kWhole>
+HALFSTEP_FN Float load(const void* x, Dtype d, int64_t i, int n) {
+  const char* here = at(x, d, i);
+  if (d == Dtype::f32) return {load_lanes<FloatLanes, kWhole>(here, n)};
+  if (d == Dtype::bf16) return float_from_bf16(load_words<kWhole>(here, n));
+  return widen_half(load_lanes<WordLanes, kWhole>(here, n));
 }
 
-// `words` lists the random word of each element of the block.
-static void random_words(uint32_t* words, const RandomKey& key, int64_t first, int n) {
+// Rounds to nearest, or stochastically with one random word per lane.
+template <bool kWhole>
+HALFSTEP_FN void store(void* x, Dtype d, int64_t i, Float value, const uint32_t* random, int n) {
+  char* here = at(x, d, i);
+  if (d == Dtype::f32) {
+    store_lanes<kWhole>(here, value.lanes, n);
+  } else if (!random) {
+    if (d == Dtype::bf16)
+      store_words<kWhole>(here, bf16_from_float(value), n);
+    else
+      store_lanes<kWhole>(here, narrow_half(value), n);
+  } else {
+    Bits words{load_lanes<BitsLanes, true>(random, kWidth)};
+    if (d == Dtype::bf16)
+      words = bf16_from_float_stochastic(value, words);
+    else  // its shifts are of 64 bits: lane by lane
+      for (int k = 0; k < kWidth; ++k)
+        words.lanes[k] = half_from_float_stochastic(static_cast<float>(value.lanes[k]), words.lanes[k]);
+    store_words<kWhole>(here, words, n);
+  }
+}
+
+constexpr int kBlock = 128;      // elements whose random words are drawn, and whose memory is asked for, at a time
+constexpr int64_t kAhead = 512;  // elements between the block at work and the block asked for
+constexpr int64_t kLine = 64;    // bytes of a cache line
+
+// The random words of elements first .. first + kBlock - 1.
+void random_words(uint32_t* words, const RandomKey& key, int64_t first) {
   const int skip = static_cast<int>(first & 3);
-  uint32_t quads[kBlock + 8];
+  uint32_t quads[kBlock + 4];
   const uint64_t counter = static_cast<uint64_t>(first) >> 2;
-  const int count = (skip + n + 3) / 4;
 #pragma omp simd
-  for (int q = 0; q < count; ++q) {
+  for (int q = 0; q < kBlock / 4 + 1; ++q) {
     const uint64_t c = counter + static_cast<uint64_t>(q);
     const Philox4 r = philox4x32_10(static_cast<uint32_t>(c), static_cast<uint32_t>(c >> 32), key.param_id, key.stream,
                                     key.seed, key.t);
@@ -86,27 +118,8 @@ static void random_words(uint32_t* words, const RandomKey& key, int64_t first, i
     quads[4 * q + 2] = r.word[2];
     quads[4 * q + 3] = r.word[3];
   }
-  memcpy(words, quads + skip, sizeof(uint32_t) * static_cast<size_t>(n));
+  memcpy(words, quads + skip, sizeof(uint32_t) * kBlock);
 }
 
-// A block of float32 into its 16-bit home, to nearest, or stochastically with a key (`first`: index of element 0).
-static void narrow(const float* x, void* out, Dtype d, int n, const RandomKey* key, int64_t first) {
-  uint16_t* h = static_cast<uint16_t*>(out);
-  if (!key) {
-    if (d == Dtype::bf16)
-      narrow_bf16(x, h, n);
-    else
-      narrow_half(x, h, n);
-    return;
-  }
-  uint32_t words[kBlock];
-  random_words(words, *key, first, n);
-  if (d == Dtype::bf16) {
-#pragma omp simd
-    for (int i = 0; i < n; ++i) h[i] = bf16_from_float_stochastic(x[i], words[i]);
-  } else {
-    for (int i = 0; i < n; ++i) h[i] = half_from_float_stochastic(x[i], words[i]);
-  }
-}
-
+}  // namespace
 }  // namespace halfstep

@@ -22,7 +22,7 @@ struct Isa {
   bool supported;
 };
 
-std::vector<Isa> isas() {
+std::vector<Isa> detect() {
   std::vector<Isa> list;
 #if defined(__aarch64__)
   list.push_back({&neon::kernels, true});
@@ -37,6 +37,12 @@ std::vector<Isa> isas() {
                                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                                         has_f16c()});
 #endif
+  return list;
+}
+
+// Asked once: every CPUID traps to the hypervisor on a virtual machine, which costs more than a small step.
+const std::vector<Isa>& isas() {
+  static const std::vector<Isa> list = detect();
   return list;
 }
 

@@ -1,274 +1,185 @@
-// Compiled once per instruction set with -DHALFSTEP_ISA=<name>; cpu/isa.cpp picks a table at run time. Plain loops over
-// blocks: the compiler vectorises them for the flags at hand, and contraction is off, so all of them make the same bits.
+// Compiled once per instruction set with -DHALFSTEP_ISA=<name>; cpu/isa.cpp picks a table at run time. simd.h makes vectors
+// of the instruction set's width, the plain loops of grad_stats.h are the compiler's to vectorise, and contraction is off: so
+// all of them make the same bits.
 // Everything but the table has internal linkage (rounding.h says why).
 #include "kernels.h"
 
+#include <type_traits>
+
 #include "convert.h"
+#include "grad_stats.h"
 
 namespace halfstep {
 namespace HALFSTEP_ISA {
 namespace {
 
 // ---- update --------------------------------------------------------------------------------------------------------
-// p_in may be p_out.
-template <bool kL2, bool kAmsgrad, bool kLerpFromGrad>
-void adam_block(const float* g, const float* p_in, float* p_out, float* m, float* v, float* max_v, int n,
-                const UpdateArgs& args) {
-  const AdamScalars s = args.scalars;
-  const float factor = args.grad_factor;
-#pragma omp simd
-  for (int i = 0; i < n; ++i) {
-    float p = p_in[i], mi = m[i], vi = v[i];
-    float max_vi = kAmsgrad ? max_v[i] : 0.0f;
-    adam_update<kL2, kAmsgrad, kLerpFromGrad>(g[i] * factor, p, mi, vi, max_vi, s);
-    p_out[i] = p;
-    m[i] = mi;
-    v[i] = vi;
-    if (kAmsgrad) max_v[i] = max_vi;
+// The random words of one block, by stream; null where a tensor rounds to nearest.
+struct RandomWords {
+  uint32_t buffer[4][kBlock];
+  const uint32_t* of[4] = {};
+
+  void draw(const AdamRow& row, const UpdateArgs& args, RandomStream stream, int64_t i) {
+    const RandomKey key{args.seed, static_cast<uint32_t>(args.t), row.param_id, stream};
+    random_words(buffer[stream], key, row.first_index + i);
+    of[stream] = buffer[stream];
   }
-}
+};
 
-using BlockFn = void (*)(const float*, const float*, float*, float*, float*, float*, int, const UpdateArgs&);
-
-BlockFn block_for(bool l2, bool amsgrad, bool lerp_from_grad) {
-  static constexpr BlockFn table[8] = {adam_block<false, false, false>, adam_block<false, false, true>,
-                                       adam_block<false, true, false>,  adam_block<false, true, true>,
-                                       adam_block<true, false, false>,  adam_block<true, false, true>,
-                                       adam_block<true, true, false>,   adam_block<true, true, true>};
-  return table[(l2 ? 4 : 0) + (amsgrad ? 2 : 0) + (lerp_from_grad ? 1 : 0)];
-}
-
-// The master where it still rounds to the weight, bit for bit (any NaN matches a NaN), else the weight.
-template <Dtype kDtype>
-int heal_block(const float* master, const uint16_t* weight, float* out, int n) {
-  int healed = 0;
-#pragma omp simd reduction(+ : healed)
-  for (int i = 0; i < n; ++i) {
-    const float x = master[i];
-    const uint32_t w = weight[i];
-    const uint32_t rounded = kDtype == Dtype::bf16 ? bf16_from_float(x) : half_from_float(x);
-    const float wide =
-        kDtype == Dtype::bf16 ? float_from_bf16(static_cast<uint16_t>(w)) : float_from_half(static_cast<uint16_t>(w));
-    const int stale = (rounded != w) & ((x == x) | (wide == wide));
-    out[i] = stale ? wide : x;
-    healed += stale;
+// What a row consists of. Where it is known at compile time, the branches on it are gone (see `update`).
+struct Kind {
+  Dtype param, grad, state;
+  bool master, remainder, amsgrad, heal;
+  bool operator==(const Kind& other) const {
+    return param == other.param && grad == other.grad && state == other.state && master == other.master &&
+           remainder == other.remainder && amsgrad == other.amsgrad && heal == other.heal;
   }
-  return healed;
-}
+};
 
-int64_t update(const AdamRow& row, const UpdateArgs& args, int64_t begin, int64_t end) {
-  const BlockFn adam = block_for(args.l2, row.max_exp_avg_sq != nullptr, args.scalars.one_minus_beta1 >= 0.5f);
-  const auto key = [&](RandomStream stream) {
-    return RandomKey{args.seed, static_cast<uint32_t>(args.t), row.param_id, stream};
-  };
-  const RandomKey weight_key = key(kStreamWeight), m_key = key(kStreamExpAvg), v_key = key(kStreamExpAvgSq),
-                  max_key = key(kStreamMaxExpAvgSq);
-  const bool narrow_state = row.state_dtype != Dtype::f32;
-  float g_buffer[kBlock], p_buffer[kBlock], m_buffer[kBlock], v_buffer[kBlock], max_buffer[kBlock];
-  int64_t healed = 0;
-  for (int64_t i = begin; i < end; i += kBlock) {
-    const int n = static_cast<int>(end - i < kBlock ? end - i : kBlock);
-    const int64_t first = row.first_index + i;
-    char* param = at(row.param, row.param_dtype, i);
-    uint16_t* weight = reinterpret_cast<uint16_t*>(param);  // if the param is 16-bit
-    const float* g = widen(at(row.grad, row.grad_dtype, i), row.grad_dtype, g_buffer, n);
-    float* m = widen(at(row.exp_avg, row.state_dtype, i), row.state_dtype, m_buffer, n);
-    float* v = widen(at(row.exp_avg_sq, row.state_dtype, i), row.state_dtype, v_buffer, n);
-    float* max_v = row.max_exp_avg_sq
-                       ? widen(at(row.max_exp_avg_sq, row.state_dtype, i), row.state_dtype, max_buffer, n)
-                       : nullptr;
-    const float* p_in;
-    float* p_out = p_buffer;
-    if (row.master) {
-      p_in = p_out = row.master + i;
-      if (args.heal) {
-        healed += row.param_dtype == Dtype::bf16 ? heal_block<Dtype::bf16>(p_out, weight, p_buffer, n)
-                                                 : heal_block<Dtype::f16>(p_out, weight, p_buffer, n);
-        p_in = p_buffer;
-      }
-    } else if (row.remainder) {
-      const int16_t* remainder = row.remainder + i;
-#pragma omp simd
-      for (int k = 0; k < n; ++k) p_buffer[k] = join_master(weight[k], remainder[k]);
-      p_in = p_buffer;
-    } else {
-      p_in = p_out = widen(param, row.param_dtype, p_buffer, n);
-    }
-
-    adam(g, p_in, p_out, m, v, max_v, n, args);
-
-    if (row.remainder) {
-      int16_t* remainder = row.remainder + i;
-#pragma omp simd
-      for (int k = 0; k < n; ++k) split_master(p_out[k], weight + k, remainder + k);
-    } else if (row.param_dtype != Dtype::f32) {
-      const bool stochastic = args.stochastic_weight && !row.master;
-      narrow(p_out, param, row.param_dtype, n, stochastic ? &weight_key : nullptr, first);
-    }
-    if (narrow_state) {
-      narrow(m, at(row.exp_avg, row.state_dtype, i), row.state_dtype, n, &m_key, first);
-      narrow(v, at(row.exp_avg_sq, row.state_dtype, i), row.state_dtype, n, &v_key, first);
-      if (max_v) narrow(max_v, at(row.max_exp_avg_sq, row.state_dtype, i), row.state_dtype, n, &max_key, first);
-    }
+// The value that the update starts from. A float32 master counts where it still rounds to the weight, bit for bit (any NaN
+// matches a NaN), else the weight does; `healed` counts those lanes.
+template <bool kWhole>
+HALFSTEP_FN Float load_param(const Kind& kind, const AdamRow& row, int64_t i, int n, Bits& healed) {
+  if (kind.remainder) {
+    const Bits remainder = (load_words<kWhole>(row.remainder + i, n) ^ 0x8000u) - 0x8000u;  // sign-extended
+    return join_master(load_words<kWhole>(at(row.param, Dtype::bf16, i), n), remainder);
   }
-  return healed;
+  if (!kind.master) return load<kWhole>(row.param, kind.param, i, n);
+  const Float master{load_lanes<FloatLanes, kWhole>(row.master + i, n)};
+  if (!kind.heal) return master;
+  const Bits weight = load_words<kWhole>(at(row.param, kind.param, i), n);
+  const bool bf16 = kind.param == Dtype::bf16;
+  const Float wide = bf16 ? float_from_bf16(weight) : load<kWhole>(row.param, Dtype::f16, i, n);
+  const Bits rounded = bf16 ? bf16_from_float(master) : widen_words(narrow_half(master));
+  const Mask stale = (rounded != weight) & ((master == master) | (wide == wide));
+  healed = healed - bits_of(stale);
+  return select(stale, wide, master);
 }
 
-// ---- stats ---------------------------------------------------------------------------------------------------------
-template <Dtype kDtype>
-HALFSTEP_FN float load(const void* x, int64_t i) {
-  if (kDtype == Dtype::f32) return static_cast<const float*>(x)[i];
-  const uint16_t h = static_cast<const uint16_t*>(x)[i];
-  return kDtype == Dtype::bf16 ? float_from_bf16(h) : float_from_half(h);
-}
-
-// partial[l] = sum over the rows of u * u, in float32 and row order. kAllRows: the 8 rows of a full group, in registers.
-template <Dtype kDtype, bool kAllRows>
-HALFSTEP_FN void add_squares(const void* x, float factor, int rows, int from, int to, float* partial) {
-  if (kAllRows) {
-#pragma omp simd
-    for (int l = 0; l < kLanes; ++l) {
-      float sum = 0.0f;
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const float u = load<kDtype>(x, r * kLanes + l) * factor;
-        sum = sum + u * u;
-      }
-      partial[l] = sum;
-    }
+template <bool kWhole>
+HALFSTEP_FN void store_param(const Kind& kind, const AdamRow& row, Float p, const uint32_t* random, int64_t i, int n) {
+  if (kind.remainder) {
+    Bits weight, remainder;
+    split_master(p, weight, remainder);
+    store_words<kWhole>(at(row.param, Dtype::bf16, i), weight, n);
+    store_words<kWhole>(row.remainder + i, remainder, n);
     return;
   }
-  for (int l = from; l < to; ++l) partial[l] = 0.0f;
-  for (int r = 0; r < rows; ++r) {
-#pragma omp simd
-    for (int l = from; l < to; ++l) {
-      const float u = load<kDtype>(x, r * kLanes + l) * factor;
-      partial[l] = partial[l] + u * u;
+  if (kind.master) store_lanes<kWhole>(row.master + i, p.lanes, n);
+  store<kWhole>(row.param, kind.param, i, p, random, n);
+}
+
+// One vector, or the first n lanes of it. What a row is and has is the same for all its vectors, so the branches are
+// predicted, and hidden behind the divisions anyway.
+template <bool kWhole>
+HALFSTEP_FN void update_vector(const Kind& kind, const AdamRow& row, const UpdateArgs& args, const RandomWords& random,
+                               int offset, int64_t i, int n, Bits& healed) {
+  const auto words = [&](RandomStream stream) { return random.of[stream] ? random.of[stream] + offset : nullptr; };
+  const Float g = load<kWhole>(row.grad, kind.grad, i, n) * args.grad_factor;
+  Float p = load_param<kWhole>(kind, row, i, n, healed);
+  Float m = load<kWhole>(row.exp_avg, kind.state, i, n), v = load<kWhole>(row.exp_avg_sq, kind.state, i, n);
+  if (kind.amsgrad) {
+    Float max_v = load<kWhole>(row.max_exp_avg_sq, kind.state, i, n);
+    adam_update(g, p, m, v, &max_v, args.scalars);
+    store<kWhole>(row.max_exp_avg_sq, kind.state, i, max_v, words(kStreamMaxExpAvgSq), n);
+  } else {
+    adam_update<Float>(g, p, m, v, nullptr, args.scalars);
+  }
+  store_param<kWhole>(kind, row, p, words(kStreamWeight), i, n);
+  store<kWhole>(row.exp_avg, kind.state, i, m, words(kStreamExpAvg), n);
+  store<kWhole>(row.exp_avg_sq, kind.state, i, v, words(kStreamExpAvgSq), n);
+}
+
+// Asks for the memory of the block at i before it is needed: five streams are more than the hardware follows well.
+HALFSTEP_FN void prefetch(const void* x, Dtype d, int64_t i) {
+  const char* here = at(x, d, i);
+  for (int64_t byte = 0; byte < kBlock * item_size(d); byte += kLine) __builtin_prefetch(here + byte);
+}
+
+HALFSTEP_FN void prefetch_row(const Kind& kind, const AdamRow& row, int64_t i) {
+  prefetch(row.grad, kind.grad, i);
+  prefetch(row.param, kind.param, i);
+  prefetch(row.exp_avg, kind.state, i);
+  prefetch(row.exp_avg_sq, kind.state, i);
+  if (kind.amsgrad) prefetch(row.max_exp_avg_sq, kind.state, i);
+  if (kind.master) prefetch(row.master, Dtype::f32, i);
+  if (kind.remainder) prefetch(row.remainder, Dtype::bf16, i);
+}
+
+// By value: the compiler then knows that no store changes them.
+HALFSTEP_FN int64_t update_as(const Kind kind, const AdamRow row, const UpdateArgs args, int64_t begin, int64_t end) {
+  const bool bare = kind.param != Dtype::f32 && !kind.master && !kind.remainder;
+  RandomWords random;
+  Bits healed{};
+  for (int64_t block = begin; block < end; block += kBlock) {
+    if (block + kAhead + kBlock <= end) prefetch_row(kind, row, block + kAhead);
+    if (bare && args.stochastic_weight) random.draw(row, args, kStreamWeight, block);
+    if (kind.state != Dtype::f32) {
+      random.draw(row, args, kStreamExpAvg, block);
+      random.draw(row, args, kStreamExpAvgSq, block);
+      if (kind.amsgrad) random.draw(row, args, kStreamMaxExpAvgSq, block);
     }
+    const int n = static_cast<int>(end - block < kBlock ? end - block : kBlock);
+    int k = 0;
+    for (; k + kWidth <= n; k += kWidth) update_vector<true>(kind, row, args, random, k, block + k, kWidth, healed);
+    if (k < n) update_vector<false>(kind, row, args, random, k, block + k, n - k, healed);
   }
+  return sum(healed);
 }
 
-HALFSTEP_FN bool exact_enough(float partial) { return partial >= 0x1p-100f && partial <= 0x1p120f; }
-
-// For a group with a partial that float32 cannot hold well (or a NaN): that lane's sum is redone in float64.
-// Returns true on a non-finite u.
-template <Dtype kDtype>
-bool add_group_in_double(const void* x, float factor, int rows, int from, int to, const float* partial, double* lanes) {
-  uint32_t any_bits = 0;
-  for (int r = 0; r < rows; ++r) {
-#pragma omp simd reduction(| : any_bits)
-    for (int l = from; l < to; ++l) any_bits |= bits_of(load<kDtype>(x, r * kLanes + l) * factor);
-  }
-  if ((any_bits & 0x7FFFFFFFu) == 0) return false;  // all zeros: nothing to add
-  int nonfinite = 0;
-  double sums[kLanes];
-  for (int l = from; l < to; ++l) sums[l] = 0.0;
-  for (int r = 0; r < rows; ++r) {
-#pragma omp simd reduction(| : nonfinite)
-    for (int l = from; l < to; ++l) {
-      const float u = load<kDtype>(x, r * kLanes + l) * factor;
-      nonfinite |= !is_finite(u);
-      sums[l] = sums[l] + static_cast<double>(u) * static_cast<double>(u);
-    }
-  }
-#pragma omp simd
-  for (int l = from; l < to; ++l)
-    lanes[l] = lanes[l] + (exact_enough(partial[l]) ? static_cast<double>(partial[l]) : sums[l]);
-  return nonfinite != 0;
-}
-
-// Lanes [from, to) of a group of up to 8 rows of u = x * factor, added to `lanes`. Returns true on a non-finite u.
-template <Dtype kDtype, bool kAllRows>
-bool add_group(const void* x, float factor, int rows, int from, int to, double* lanes) {
-  float partial[kLanes];
-  add_squares<kDtype, kAllRows>(x, factor, rows, from, to, partial);
-  int outside = 0;
-#pragma omp simd reduction(| : outside)
-  for (int l = from; l < to; ++l) outside |= !exact_enough(partial[l]);
-  if (outside) return add_group_in_double<kDtype>(x, factor, rows, from, to, partial, lanes);
-#pragma omp simd
-  for (int l = from; l < to; ++l) lanes[l] = lanes[l] + static_cast<double>(partial[l]);
-  return false;
-}
-
-template <Dtype kDtype>
-ChunkStats chunk_stats(const void* x, int64_t n, float factor) {
-  const int used = static_cast<int>(n < kLanes ? n : kLanes);
-  double lanes[kLanes];
-  for (int l = 0; l < used; ++l) lanes[l] = 0.0;
-  bool nonfinite = false;
-  const int64_t group = static_cast<int64_t>(kRows) * kLanes;
-  int64_t done = 0;
-  for (; done + group <= n; done += group)
-    nonfinite |= add_group<kDtype, true>(at(x, kDtype, done), factor, kRows, 0, kLanes, lanes);
-  if (done < n) {  // the lanes of the last, shorter row have one row more than the others
-    const int rows = static_cast<int>((n - done) / kLanes), rest = static_cast<int>((n - done) % kLanes);
-    const void* tail = at(x, kDtype, done);
-    if (rest) nonfinite |= add_group<kDtype, false>(tail, factor, rows + 1, 0, rest, lanes);
-    if (rows) nonfinite |= add_group<kDtype, false>(tail, factor, rows, rest, kLanes, lanes);
-  }
-  for (int s = kLanes / 2; s > 0; s >>= 1) {  // unused lanes hold 0: leaving them out changes no bit
-    const int pairs = used - s < s ? used - s : s;
-#pragma omp simd
-    for (int l = 0; l < pairs; ++l) lanes[l] = lanes[l] + lanes[l + s];
-  }
-  return {lanes[0], nonfinite};
-}
-
-ChunkStats stats(const void* grad, Dtype dtype, int64_t n, float factor) {
-  switch (dtype) {
-    case Dtype::f32:
-      return chunk_stats<Dtype::f32>(grad, n, factor);
-    case Dtype::bf16:
-      return chunk_stats<Dtype::bf16>(grad, n, factor);
-    default:
-      return chunk_stats<Dtype::f16>(grad, n, factor);
-  }
+// The same code for every kind of row; for the usual ones the compiler removes what they do not need.
+int64_t update(const AdamRow& row, const UpdateArgs& args, int64_t begin, int64_t end) {
+  const Kind kind{row.param_dtype,
+                  row.grad_dtype,
+                  row.state_dtype,
+                  row.master != nullptr,
+                  row.remainder != nullptr,
+                  row.max_exp_avg_sq != nullptr,
+                  row.master != nullptr && args.heal};
+  constexpr Dtype f32 = Dtype::f32, bf16 = Dtype::bf16, f16 = Dtype::f16;
+  constexpr Kind plain{f32, f32, f32, false, false, false, false};
+  constexpr Kind bf16_master{bf16, bf16, f32, true, false, false, true};
+  constexpr Kind bf16_trusted_master{bf16, bf16, f32, true, false, false, false};
+  constexpr Kind f16_master{f16, f16, f32, true, false, false, true};
+  constexpr Kind split_master{bf16, bf16, f32, false, true, false, false};
+  if (kind == plain) return update_as(plain, row, args, begin, end);
+  if (kind == bf16_master) return update_as(bf16_master, row, args, begin, end);
+  if (kind == bf16_trusted_master) return update_as(bf16_trusted_master, row, args, begin, end);
+  if (kind == f16_master) return update_as(f16_master, row, args, begin, end);
+  if (kind == split_master) return update_as(split_master, row, args, begin, end);
+  return update_as(kind, row, args, begin, end);
 }
 
 // ---- scale, cast, probe --------------------------------------------------------------------------------------------
-int scale_block(float* x, int n, float factor) {
-  int nonfinite = 0;
-#pragma omp simd reduction(| : nonfinite)
-  for (int i = 0; i < n; ++i) {
-    const float u = x[i] * factor;
-    nonfinite |= !is_finite(u);
-    x[i] = u;
-  }
-  return nonfinite;
+// Calls body(i, n, whole): whole vectors first, then what is left.
+template <class Body>
+HALFSTEP_FN void for_each_vector(int64_t begin, int64_t end, Body body) {
+  int64_t i = begin;
+  for (; i + kWidth <= end; i += kWidth) body(i, kWidth, std::true_type{});
+  if (i < end) body(i, static_cast<int>(end - i), std::false_type{});
 }
 
 bool scale(void* x, Dtype dtype, int64_t n, float factor) {
-  float buffer[kBlock];
-  int nonfinite = 0;
-  for (int64_t i = 0; i < n; i += kBlock) {
-    const int count = static_cast<int>(n - i < kBlock ? n - i : kBlock);
-    void* here = at(x, dtype, i);
-    float* u = widen(here, dtype, buffer, count);
-    nonfinite |= scale_block(u, count, factor);
-    if (dtype == Dtype::f32) continue;
-    narrow(u, here, dtype, count, nullptr, 0);
-    const uint16_t* stored = static_cast<const uint16_t*>(here);
-    const uint16_t exponent = dtype == Dtype::bf16 ? 0x7F80 : 0x7C00;  // what was stored counts: fp16 overflows here
-    int overflow = 0;
-#pragma omp simd reduction(| : overflow)
-    for (int k = 0; k < count; ++k) overflow |= (stored[k] & exponent) == exponent;
-    nonfinite |= overflow;
-  }
-  return nonfinite != 0;
+  Bits nonfinite{};
+  for_each_vector(0, n, [&](int64_t i, int lanes, auto whole) {
+    constexpr bool kWhole = decltype(whole)::value;
+    store<kWhole>(x, dtype, i, load<kWhole>(x, dtype, i, lanes) * factor, nullptr, lanes);
+    const Float stored = load<kWhole>(x, dtype, i, lanes);  // what was stored counts: fp16 overflows here
+    nonfinite = nonfinite | bits_of((bits_of(stored) & kInfBits) == kInfBits);
+  });
+  return sum(nonfinite & 1u) != 0;
 }
 
 void cast(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t begin, int64_t end,
           const RandomKey* key) {
-  float buffer[kBlock];
-  for (int64_t i = begin; i < end; i += kBlock) {
-    const int n = static_cast<int>(end - i < kBlock ? end - i : kBlock);
-    const float* x = widen(at(src, src_dtype, i), src_dtype, buffer, n);
-    void* out = at(dst, dst_dtype, i);
-    if (dst_dtype == Dtype::f32)
-      memcpy(out, x, sizeof(float) * static_cast<size_t>(n));
-    else
-      narrow(x, out, dst_dtype, n, key, i);
+  uint32_t words[kBlock];
+  for (int64_t block = begin; block < end; block += kBlock) {
+    if (key) random_words(words, *key, block);
+    for_each_vector(block, end - block < kBlock ? end : block + kBlock, [&](int64_t i, int lanes, auto whole) {
+      constexpr bool kWhole = decltype(whole)::value;
+      store<kWhole>(dst, dst_dtype, i, load<kWhole>(src, src_dtype, i, lanes), key ? words + (i - block) : nullptr,
+                    lanes);
+    });
   }
 }
 

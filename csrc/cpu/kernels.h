@@ -11,7 +11,6 @@ struct UpdateArgs {
   float grad_factor;
   int64_t t;
   uint32_t seed;
-  bool l2;                 // Adam's weight decay is on
   bool stochastic_weight;  // 16-bit weights without a master round stochastically
   bool heal;               // a fp32 master that no longer rounds to the weight gives way to the weight
 };

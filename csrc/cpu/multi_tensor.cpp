@@ -120,8 +120,7 @@ int64_t adam(const std::vector<AdamRow>& rows, const std::vector<AdamGroup>& gro
       a = args[i - 1];  // the usual case: everyone of a group is at the same step
     } else {
       const AdamScalars scalars = adam_scalars(groups[static_cast<size_t>(group)], t);
-      a = {scalars,     options.grad_factor, t, options.seed, scalars.weight_decay != 0.0f, options.stochastic_weight,
-           options.heal};
+      a = {scalars, options.grad_factor, t, options.seed, options.stochastic_weight, options.heal};
     }
   }
   const std::vector<int64_t> start = starts(rows.size(), [&](size_t i) { return rows[i].numel; });
