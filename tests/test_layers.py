@@ -24,7 +24,7 @@ LAYERS = [
     ["accumulate", "activations"],
     ["optim", "scaler", "attention", "nn", "cast", "gradients"],
     ["fused_adam"],
-    ["step_table", "states", "reports"],
+    ["step_table", "states", "reports", "loss_scale"],
     ["shards", "host_states"],
     ["ops"],
     ["reference", "triton_kernels", "_cpu", "_cuda", "_cuda_emulated"],

@@ -232,6 +232,8 @@ def test_a_state_that_cannot_be_loaded_changes_nothing():
         scaler.load_state_dict({**good, "growth_factor": 4.0, "scale": math.nan})
     with pytest.raises(ValueError, match=r"expected growth_factor >= 1, .* got 0\.5, 0\.5 and 2000"):
         scaler.load_state_dict({**good, "growth_factor": 0.5})
+    with pytest.raises(ValueError, match=r"state lacks _growth_tracker, scale; expected what state_dict\(\) of a Loss"):
+        scaler.load_state_dict({k: v for k, v in good.items() if k not in ("scale", "_growth_tracker")})
     assert scaler.state_dict() == good
 
 

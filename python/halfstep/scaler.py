@@ -6,8 +6,7 @@ With halfstep's optimizers nothing waits for the device: unscaling, the overflow
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import isnan
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,17 +14,11 @@ from torch import Tensor
 
 from .fused_adam import FusedAdam
 from .gradients import unscale_
+from .loss_scale import LossScale, Pace
 from .reports import warn
 from .shards import local, ranks
 
 _UNSCALED, _STEPPED = "unscaled", "stepped"
-_FLOAT32 = torch.finfo(torch.float32)
-
-
-class _Numbers(NamedTuple):
-    scale: float
-    clean_steps: int  # since the last overflow or growth
-    tolerance: int  # overflows left before the scale shrinks
 
 
 class LossScaler:
@@ -61,20 +54,12 @@ class LossScaler:
         backoff_factor: float = 0.5, growth_interval: int = 2000, *, enabled: bool = True, hysteresis: int = 1,
         min_scale: float = 1.0, max_scale: float = 2.0**32,
     ) -> None:  # fmt: skip
-        if not _FLOAT32.tiny <= min_scale <= init_scale <= max_scale <= _FLOAT32.max:
-            raise ValueError(
-                f"expected {_FLOAT32.tiny:.4g} <= min_scale <= init_scale <= max_scale <= {_FLOAT32.max:.4g} (normal "
-                f"float32 numbers), got {min_scale}, {init_scale}, {max_scale}"
-            )
-        _check_pace(growth_factor, backoff_factor, growth_interval)
-        if hysteresis < 1:
-            raise ValueError(f"hysteresis={hysteresis}: expected an integer >= 1")
-        self._device = None if device is None else torch.device(device)
-        self._init_scale, self._growth_factor, self._backoff_factor = init_scale, growth_factor, backoff_factor
-        self._growth_interval, self._hysteresis = growth_interval, hysteresis
-        self._min_scale, self._max_scale, self._enabled = min_scale, max_scale, enabled
-        self._start = _Numbers(init_scale, 0, hysteresis)  # until the first use shows the device
-        self._tensors: tuple[Tensor, Tensor, Tensor] | None = None
+        self._enabled = enabled
+        self._scale = LossScale(
+            None if device is None else torch.device(device), init_scale,
+            Pace(growth_factor, backoff_factor, growth_interval),
+            hysteresis=hysteresis, min_scale=min_scale, max_scale=max_scale,
+        )  # fmt: skip
         self._forget()
         self._warned_at_floor = False
 
@@ -82,35 +67,13 @@ class LossScaler:
         self._stage: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
         self._found: WeakKeyDictionary[torch.optim.Optimizer, Tensor] = WeakKeyDictionary()
 
-    def _on_device(self, device: torch.device | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(scale float32, clean steps int32, tolerance int32), 0-d, made at the first use."""
-        if self._tensors is None:
-            where = self._device or device or torch.device("cpu")
-            self._tensors = (
-                torch.tensor(self._start.scale, dtype=torch.float32, device=where),
-                torch.tensor(self._start.clean_steps, dtype=torch.int32, device=where),
-                torch.tensor(self._start.tolerance, dtype=torch.int32, device=where),
-            )
-        return self._tensors
-
-    def _within_bounds(self, scale: float) -> float:
-        if isnan(scale):
-            raise ValueError("the new loss scale is NaN; expected a number (it is brought within the bounds)")
-        return min(max(scale, self._min_scale), self._max_scale)
-
-    def _numbers(self) -> _Numbers:
-        if self._tensors is None:
-            return self._start
-        scale, clean, tolerance = self._tensors
-        return _Numbers(float(scale), int(clean), int(tolerance))
-
     # ---- the training loop -----------------------------------------------------------------------------------------
     def scale(self, outputs: Any) -> Any:
         """The loss (a tensor, or an iterable of them) times the scale, differentiable."""
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            return outputs * self._on_device(outputs.device)[0].to(outputs.device)
+            return outputs * self._scale.tensor(outputs.device).to(outputs.device)
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, Mapping)):
             scaled = [self.scale(output) for output in outputs]
             return tuple(scaled) if isinstance(outputs, tuple) else scaled
@@ -137,9 +100,8 @@ class LossScaler:
                 "step and others not. Use bfloat16, which needs no scaler, or unscale and check the gradients yourself"
             )
         grads = [local(grad) for grad in held]
-        scale = self._on_device(grads[0].device if grads else None)[0]
-        inverse = (1.0 / scale.double()).float()
-        found = torch.zeros((), dtype=torch.float32, device=scale.device)
+        inverse = self._scale.inverse(grads[0].device if grads else None)
+        found = torch.zeros((), dtype=torch.float32, device=inverse.device)
         for device in dict.fromkeys(g.device for g in grads):
             here = torch.zeros((), dtype=torch.float32, device=device)
             unscale_([g for g in grads if g.device == device], inverse.to(device), here)
@@ -182,7 +144,7 @@ class LossScaler:
 
     def _step_fused(self, optimizer: FusedAdam, *args: Any, **kwargs: Any) -> Tensor:
         unscaled = self._stage.get(optimizer) == _UNSCALED
-        optimizer.grad_scale = None if unscaled else self._on_device()[0]
+        optimizer.grad_scale = None if unscaled else self._scale.tensor()
         optimizer.found_inf = self._found.get(optimizer) if unscaled else None
         try:
             optimizer.step(*args, **kwargs)
@@ -208,36 +170,24 @@ class LossScaler:
         """
         if not self._enabled:
             return
-        scale = self._on_device()[0]
         if new_scale is not None:
-            scale.fill_(self._within_bounds(float(new_scale)))
+            self._scale.set(float(new_scale))
         else:
             if not self._found:
                 raise RuntimeError(
                     "update() before a step() or unscale_() that saw gradients: there is nothing to learn from yet. "
                     "Call backward() on the scaled loss first"
                 )
-            found = torch.stack([f.to(scale.device) for f in self._found.values()]).max() > 0
-            self._next_scale(found)
+            scale = self._scale.tensor()
+            shrink = self._scale.learn(torch.stack([f.to(scale.device) for f in self._found.values()]).max() > 0)
+            if scale.device.type == "cpu":
+                self._warn_at_floor(bool(shrink), float(scale))
         self._forget()
 
-    def _next_scale(self, found: Tensor) -> None:
-        scale, clean, tolerance = self._on_device()
-        clean.copy_(torch.where(found, 0, clean + 1))
-        tolerance.copy_(torch.where(found, tolerance - 1, tolerance))
-        grow = clean >= self._growth_interval
-        shrink = found & (tolerance <= 0)
-        factor = torch.where(grow, self._growth_factor, torch.where(shrink, self._backoff_factor, 1.0))
-        scale.mul_(factor.float()).clamp_(self._min_scale, self._max_scale)
-        clean.copy_(torch.where(grow, 0, clean))
-        tolerance.copy_(torch.where(grow, self._hysteresis, tolerance.clamp(min=0)))
-        if scale.device.type == "cpu":
-            self._warn_at_floor(bool(shrink), float(scale))
-
     def _warn_at_floor(self, shrink: bool, scale: float) -> None:
-        if scale > self._min_scale:
+        if scale > self._scale.min_scale:
             self._warned_at_floor = False
-        elif shrink and not self._warned_at_floor and self._backoff_factor < 1.0:
+        elif shrink and not self._warned_at_floor and self._scale.pace.backoff_factor < 1.0:
             self._warned_at_floor = True
             warn(
                 f"halfstep: the loss scale is at its minimum, {scale:g}, and gradients still overflow: they are "
@@ -249,87 +199,53 @@ class LossScaler:
     # ---- queries and state -----------------------------------------------------------------------------------------
     def get_scale(self) -> float:
         """The current scale (waits for the device); 1.0 if disabled."""
-        return self._numbers().scale if self._enabled else 1.0
+        return self._scale.value() if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
         return self._enabled
 
     def get_growth_factor(self) -> float:
-        return self._growth_factor
+        return self._scale.pace.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        _check_pace(new_factor, self._backoff_factor, self._growth_interval)
-        self._growth_factor = new_factor
+        self._scale.pace = self._scale.pace._replace(growth_factor=new_factor).checked()
 
     def get_backoff_factor(self) -> float:
-        return self._backoff_factor
+        return self._scale.pace.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        _check_pace(self._growth_factor, new_factor, self._growth_interval)
-        self._backoff_factor = new_factor
+        self._scale.pace = self._scale.pace._replace(backoff_factor=new_factor).checked()
 
     def get_growth_interval(self) -> int:
-        return self._growth_interval
+        return self._scale.pace.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        _check_pace(self._growth_factor, self._backoff_factor, new_interval)
-        self._growth_interval = new_interval
+        self._scale.pace = self._scale.pace._replace(growth_interval=new_interval).checked()
 
     def state_dict(self) -> dict[str, Any]:
         """GradScaler's keys plus the hysteresis; at any time, also before the first scale(). Empty if disabled."""
-        if not self._enabled:
-            return {}
-        numbers = self._numbers()
-        return {
-            "scale": numbers.scale,
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": numbers.clean_steps,
-            "_hysteresis_tracker": numbers.tolerance,
-        }
+        return self._scale.state_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state of LossScaler or GradScaler; its scale is brought within this scaler's bounds.
 
-        Raises RuntimeError if it is empty (saved while disabled), ValueError for numbers out of range.
+        Raises RuntimeError if it is empty (saved while disabled), ValueError for missing keys or numbers out of range.
         """
         if not self._enabled:
             return
         if not state_dict:
             raise RuntimeError("the scaler's state is empty: it was saved from a disabled scaler")
-        pace = state_dict["growth_factor"], state_dict["backoff_factor"], state_dict["growth_interval"]
-        _check_pace(*pace)
-        self._start = _Numbers(
-            self._within_bounds(float(state_dict["scale"])),
-            int(state_dict["_growth_tracker"]),
-            int(state_dict.get("_hysteresis_tracker", self._hysteresis)),
-        )
-        self._growth_factor, self._backoff_factor, self._growth_interval = pace
-        if self._tensors is not None:
-            device = self._tensors[0].device
-            self._tensors = None
-            self._on_device(device)
+        self._scale.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._stage:
             raise RuntimeError("a scaler can be pickled or copied only after update() and before the next step()")
-        settings = {k: v for k, v in self.__dict__.items() if k not in ("_stage", "_found", "_tensors")}
-        return {**settings, "_start": self._numbers()}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_stage", "_found")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._tensors = None
         self._forget()
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def _check_pace(growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
-    if not growth_factor >= 1 or not 0 < backoff_factor <= 1 or growth_interval < 1:
-        raise ValueError(
-            "expected growth_factor >= 1, backoff_factor in (0, 1] and growth_interval >= 1, got "
-            f"{growth_factor}, {backoff_factor} and {growth_interval}"
-        )
