@@ -25,7 +25,7 @@ LAYERS = [
     ["optim", "scaler", "attention", "nn", "cast", "gradients"],
     ["fused_adam"],
     ["step_table", "states", "reports", "loss_scale"],
-    ["shards", "host_states"],
+    ["shards", "host_states", "outcomes"],
     ["ops"],
     ["reference", "triton_kernels", "_cpu", "_cuda", "_cuda_emulated"],
     ["_version"],

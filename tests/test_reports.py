@@ -10,11 +10,11 @@ import warnings
 import pytest
 import torch
 from adversarial import BFLOAT16, FLOAT32
-from optimizer_runs import SHAPES, parameters, set_grads
+from device_clock import DeviceClock
+from optimizer_runs import SHAPES, parameters, params_of, set_grads
 from torch.nn import Parameter
 
 import halfstep as hs
-from halfstep.reports import StepReports
 
 
 def told_by(call) -> list[warnings.WarningMessage]:
@@ -26,7 +26,7 @@ def told_by(call) -> list[warnings.WarningMessage]:
 
 def step(optimizer: hs.AdamW, bad: int | None) -> list[warnings.WarningMessage]:
     """One step whose gradient of parameter `bad` has a NaN; what it told."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     set_grads(params, 1)
     if bad is not None:
         params[bad].grad.view(-1)[-1] = math.nan
@@ -115,39 +115,34 @@ def test_a_copy_counts_its_own_row(copied):
     assert len(step(optimizer, 0)) == 1  # its fourth
 
 
-class Later:
-    """A result on a device: not there before it is asked for; asking is recorded."""
-
-    device = torch.device("cuda")
-
-    def __init__(self, value: int, asked: list[int]) -> None:
-        self.value, self.asked = value, asked
-
-    def __bool__(self) -> bool:
-        self.asked.append(self.value)
-        return bool(self.value)
-
-    def __int__(self) -> int:
-        return self.value
-
-
-def test_results_of_a_device_are_read_at_the_next_step():
-    reports, asked = StepReports(), []
-    reports.add(Later(1, asked), Later(0, asked), Later(0, asked), ["w"])  # type: ignore[arg-type]
-    assert asked == []
-    with pytest.warns(RuntimeWarning, match="the first non-finite gradient is that of w"):
-        reports.add(Later(0, asked), Later(0, asked), Later(-1, asked), ["w"])  # type: ignore[arg-type]
-    assert asked == [1]
-    reports.flush()
-    reports.flush()
-    assert asked == [1, 0]
-
-
-def test_pending_reports_are_read_before_a_checkpoint():
+def test_a_device_is_never_waited_for(monkeypatch):
+    """What is not known yet is told at a later step, in order; a checkpoint waits for the rest."""
+    clock = DeviceClock(monkeypatch)
     optimizer = hs.AdamW(parameters(BFLOAT16))
-    optimizer._reports.add(Later(1, []), Later(0, []), None, [])  # type: ignore[arg-type]
-    with pytest.warns(RuntimeWarning, match="skipped"):
+    assert [step(optimizer, bad) for bad in (0, 0, None)] == [[], [], []]
+    clock.finish()
+    told = [str(w.message) for w in step(optimizer, 2)]
+    assert ["this step was skipped, 1 in all" in m for m in told] == [True, False]
+    assert ["2 steps in a row were skipped, 2 in all" in m for m in told] == [False, True]
+    assert all("parameter 0 of group 0" in m for m in told)
+    assert clock.waits == 0
+    with pytest.warns(RuntimeWarning, match="3 in all .* parameter 2 of group 0"):
         optimizer.state_dict()
+    assert clock.waits == 1
+    optimizer.state_dict()
+    assert clock.waits == 1
+
+
+def test_a_report_that_is_an_error_is_made_once():
+    optimizer = hs.AdamW(parameters(BFLOAT16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        set_grads(params_of(optimizer), 1)
+        params_of(optimizer)[0].grad[0] = math.nan
+        with pytest.raises(RuntimeWarning, match="1 in all"):
+            optimizer.step()
+        optimizer.state_dict()
+    assert [len(step(optimizer, 0)) for _ in range(3)] == [1, 0, 1]
 
 
 def test_two_separate_skips_are_two_messages() -> None:

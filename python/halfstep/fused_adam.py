@@ -18,7 +18,8 @@ from . import states
 from .ops.layout import NARROW, check_tensor
 from .ops.optimizer import AdamGroup, StepInputs
 from .ops.overlap import check_writable
-from .reports import StepReports, warn
+from .outcomes import StepOutcome
+from .reports import StepReports, parameter_names, warn
 from .shards import first_index, local
 from .step_table import StepTable
 
@@ -70,9 +71,12 @@ class FusedAdam(torch.optim.Optimizer):
         self._reports = StepReports()
         self._cached: StepTable | None = None
         self._told_of_lost_updates = False
+        self._nothing_done()
+
+    def _nothing_done(self) -> None:
         self.grad_norm = torch.tensor(math.nan, dtype=torch.float64)
-        self.skipped = torch.tensor(False)
-        self.healed = torch.tensor(0)
+        self.skipped, self.healed = torch.tensor(False), torch.tensor(0)
+        self.outcome = StepOutcome(self.skipped)  # what reports and scalers read
 
     # ---- groups ----------------------------------------------------------------------------------------------------
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -133,13 +137,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def names(self) -> list[str]:
         """One name per parameter, in order: the user's (named parameters), or its place and shape."""
-        names = []
-        for g, group in enumerate(self.param_groups):
-            for i, param in enumerate(group["params"]):
-                given = group.get("param_names")
-                label = repr(given[i]) if given else f"{i} of group {g}"
-                names.append(f"parameter {label} (shape {tuple(param.shape)}, {param.dtype})")
-        return names
+        return parameter_names(self.param_groups)
 
     # ---- step ------------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -160,15 +158,15 @@ class FusedAdam(torch.optim.Optimizer):
                 loss = closure()
         table = self._table()
         if not table:
-            self.grad_norm = torch.tensor(math.nan, dtype=torch.float64)
-            self.skipped, self.healed = torch.tensor(False), torch.tensor(0)
+            self._nothing_done()
             return loss
         self._check_settings()
         groups = [self._hyper(group, index) for index, group in enumerate(self.param_groups)]
         inputs = self._inputs(table)
         result, first_bad = table.run(groups, inputs, self.backend)
         self.grad_norm, self.skipped, self.healed = result
-        self._reports.add(self.skipped, self.healed, first_bad, table.names)
+        self.outcome = StepOutcome(self.skipped, first_bad, table.names.__getitem__, self.healed)
+        self._reports.add(self.outcome)
         return loss
 
     def _hyper(self, group: dict[str, Any], index: int) -> AdamGroup:

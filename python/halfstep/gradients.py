@@ -84,18 +84,24 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float, found_inf: Tens
         >>> grads[0].item(), found_inf.item()
         (1.0, 0.0)
     """
-    checked = _checked(grads, "grads")
     factor = _scalar(inv_scale, "inv_scale", found_inf.device)
     if found_inf.numel() != 1 or not found_inf.is_floating_point():
         raise ValueError(
             f"found_inf must be a 1-element floating tensor, got {found_inf.dtype} {tuple(found_inf.shape)}"
         )
     if torch.compiler.is_compiling():
-        torch.ops.halfstep.unscale_(checked, factor, found_inf)
+        torch.ops.halfstep.unscale_(_checked(grads, "grads"), factor, found_inf)
         return
-    check_writable(checked, [f"grads[{i}]" for i in range(len(checked))])
-    first_bad = optimizer_ops.unscale_(checked, factor)
+    first_bad = unscale_and_find_(grads, factor)
     found_inf.copy_(torch.maximum(found_inf, (first_bad >= 0).to(found_inf)))
+
+
+@torch.no_grad()
+def unscale_and_find_(grads: Iterable[Tensor], inv_scale: Tensor) -> Tensor:
+    """`unscale_` that tells which gradient is the first with a value that is Inf or NaN: 0-d int64, -1 if none is."""
+    checked = _checked(grads, "grads")
+    check_writable(checked, [f"grads[{i}]" for i in range(len(checked))])
+    return optimizer_ops.unscale_(checked, inv_scale)
 
 
 @torch.no_grad()

@@ -78,20 +78,22 @@ class LossScale:
         return (1.0 / self.tensor(near).double()).float()
 
     def learn(self, found: Tensor) -> Tensor:
-        """Moves the scale after a step that overflowed or not (0-d bool). Returns whether it had to shrink (0-d bool).
+        """Moves the scale after a step that overflowed or not (0-d bool).
 
         An overflow shrinks it once the tolerance is used up; enough clean steps grow it and restore the tolerance.
+        Returns two bools, on the device: it should have shrunk but was at its minimum; it is above its minimum now.
         """
         scale, clean, tolerance = self._on_device()
         clean.copy_(torch.where(found, 0, clean + 1))
         tolerance.copy_(torch.where(found, tolerance - 1, tolerance))
         grow = clean >= self.pace.growth_interval
         shrink = found & (tolerance <= 0)
+        stuck = shrink & (scale <= self.min_scale)
         factor = torch.where(grow, self.pace.growth_factor, torch.where(shrink, self.pace.backoff_factor, 1.0))
         scale.mul_(factor.float()).clamp_(self.min_scale, self.max_scale)
         clean.copy_(torch.where(grow, 0, clean))
         tolerance.copy_(torch.where(grow, self._hysteresis, tolerance.clamp(min=0)))
-        return shrink
+        return torch.stack((stuck, scale > self.min_scale))
 
     def set(self, value: float) -> None:
         """A scale given by hand, within the bounds; ValueError for a NaN."""
@@ -123,7 +125,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes GradScaler's keys, with or without a hysteresis. ValueError, before anything changes, if one is wrong."""
+        """Takes GradScaler's keys, with or without a hysteresis; ValueError, before anything changes, if one is bad."""
         missing = sorted({"scale", *Pace._fields, "_growth_tracker"} - state_dict.keys())
         if missing:
             raise ValueError(

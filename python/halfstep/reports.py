@@ -1,14 +1,23 @@
-"""Warnings of the optimizer phase: skipped steps and healed masters, counted on the device and told without waiting."""
+"""Warnings of the optimizer phase: skipped steps, healed masters, a loss scale that can shrink no further.
+
+What they tell is read when it has reached the host, at once on the CPU and at a later step on other devices, so that no
+step waits for its own result.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from .outcomes import HostCopy, StepOutcome
 
 _INSIDE = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
@@ -21,52 +30,98 @@ def warn(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-class StepReports:
-    """Takes each step's results and warns at the 1st, 2nd, 4th, 8th ... event in a row.
+def parameter_names(param_groups: Sequence[dict[str, Any]]) -> list[str]:
+    """One name per parameter of an optimizer, in order: the user's (named parameters), or its place; and its shape."""
+    names = []
+    for g, group in enumerate(param_groups):
+        for i, param in enumerate(group["params"]):
+            given = group.get("param_names")
+            label = repr(given[i]) if given else f"{i} of group {g}"
+            names.append(f"parameter {label} (shape {tuple(param.shape)}, {param.dtype})")
+    return names
 
-    Results on the CPU are read at once. Those of another device are read at the next step, when they have long been
-    computed, so that no step waits for its own result.
-    """
+
+class _Row:
+    """Events in a row. Those in all are in the messages too: Python's default filter shows one text only once."""
 
     def __init__(self) -> None:
-        self.skips = 0  # in a row
-        self.heals = 0  # steps in a row that healed something
-        # in all; in the messages, so that Python's default filter does not take two events for one repeated
-        self.every_skip = self.every_heal = 0
-        self._pending: tuple[Tensor, Tensor, Tensor | None, list[str]] | None = None
+        self.length = self.in_all = 0
 
-    def add(self, skipped: Tensor, healed: Tensor, first_bad: Tensor | None, names: list[str]) -> None:
-        """`names`: what to call the parameters that `first_bad` indexes."""
-        self.flush()
-        self._pending = (skipped, healed, first_bad, names)
-        if skipped.device.type == "cpu":
-            self.flush()
+    def is_told(self, happened: bool) -> bool:
+        """Counts one step; True at the 1st, 2nd, 4th, 8th ... event in a row."""
+        self.length = self.length + 1 if happened else 0
+        self.in_all += happened
+        return happened and self.length & (self.length - 1) == 0
+
+
+class StepReports:
+    """Takes each step's outcome and warns of skips and of healed masters at the 1st, 2nd, 4th, 8th ... in a row."""
+
+    def __init__(self) -> None:
+        self._skips, self._heals = _Row(), _Row()
+        self._pending: deque[StepOutcome] = deque()
+
+    def add(self, outcome: StepOutcome) -> None:
+        """Tells what is known by now, which on the CPU is all."""
+        self._pending.append(outcome)
+        while self._pending and self._pending[0].ready():
+            self._tell(self._pending.popleft())
 
     def flush(self) -> None:
-        """Reads what is pending."""
-        if self._pending is None:
-            return
-        (skipped, healed, first_bad, names), self._pending = self._pending, None
-        self.skips = self.skips + 1 if bool(skipped) else 0
-        self.heals = self.heals + 1 if int(healed) else 0
-        self.every_skip += self.skips > 0
-        self.every_heal += self.heals > 0
-        if _power_of_two(self.skips):
-            index = -1 if first_bad is None else int(first_bad)
-            culprit = f"the first non-finite gradient is that of {names[index]}" if index >= 0 else "found_inf was set"
-            row = f"{self.skips} steps in a row were skipped" if self.skips > 1 else "this step was skipped"
+        """Waits for what is pending."""
+        while self._pending:
+            self._tell(self._pending.popleft())
+
+    def _tell(self, outcome: StepOutcome) -> None:
+        skips, heals, healed = self._skips, self._heals, outcome.healed()
+        skip_is_told, heal_is_told = skips.is_told(outcome.was_skipped()), heals.is_told(healed > 0)
+        if skip_is_told:
+            row = f"{skips.length} steps in a row were skipped" if skips.length > 1 else "this step was skipped"
             warn(
-                f"halfstep: {row}, {self.every_skip} in all ({culprit}); weights and states are unchanged",
+                f"halfstep: {row}, {skips.in_all} in all ({_cause([outcome])}); weights and states are unchanged",
                 RuntimeWarning,
             )
-        if _power_of_two(self.heals):
+        if heal_is_told:
             warn(
-                f"halfstep: {int(healed)} weights were written by someone else since the last step "
-                f"(seen {self.every_heal} times in all); their float32 masters were refreshed from them (call "
+                f"halfstep: {healed} weights were written by someone else since the last step "
+                f"(seen {heals.in_all} times in all); their float32 masters were refreshed from them (call "
                 "refresh_masters() after loading weights to do it silently)",
                 RuntimeWarning,
             )
 
 
-def _power_of_two(n: int) -> bool:
-    return n > 0 and n & (n - 1) == 0
+class FloorReports:
+    """Warns when steps overflow though the loss scale is at its minimum: once, until the scale has left it."""
+
+    def __init__(self, min_scale: float) -> None:
+        self._min_scale = min_scale
+        self._told = False
+        self._pending: deque[tuple[HostCopy, list[StepOutcome]]] = deque()
+
+    def add(self, floor: Tensor, outcomes: list[StepOutcome]) -> None:
+        """`floor`: what LossScale.learn() returned. `outcomes`: the steps it learned from."""
+        self._pending.append((HostCopy(floor), outcomes))
+        while self._pending and self._pending[0][0].ready():
+            self._tell(*self._pending.popleft())
+
+    def flush(self) -> None:
+        """Waits for what is pending."""
+        while self._pending:
+            self._tell(*self._pending.popleft())
+
+    def _tell(self, floor: HostCopy, outcomes: list[StepOutcome]) -> None:
+        ((stuck, left),) = floor.values()
+        if left:
+            self._told = False
+        elif stuck and not self._told:
+            self._told = True
+            warn(
+                f"halfstep: the loss scale is at its minimum, {self._min_scale:g}, and gradients still overflow "
+                f"({_cause(outcomes)}): they are too large for their dtype, or the loss is not finite",
+                RuntimeWarning,
+            )
+
+
+def _cause(outcomes: Sequence[StepOutcome]) -> str:
+    culprit = next(filter(None, (outcome.culprit() for outcome in outcomes)), None)
+    return "found_inf was set" if culprit is None else f"the first non-finite gradient is that of {culprit}"

@@ -7,26 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .fused_adam import FusedAdam
-from .gradients import unscale_
+from .gradients import unscale_and_find_
 from .loss_scale import LossScale, Pace
-from .reports import warn
+from .outcomes import StepOutcome, first_of_all
+from .reports import FloorReports, StepReports, parameter_names
 from .shards import local, ranks
-
-_UNSCALED, _STEPPED = "unscaled", "stepped"
 
 
 class LossScaler:
     """Multiplies the loss so that small float16 gradients survive, and undoes it in the optimizer step.
 
-    Dynamic: after `growth_interval` clean steps the scale grows by `growth_factor`; a step with Inf or NaN gradients is
-    skipped (weights, states and counters keep every bit) and the scale shrinks by `backoff_factor`. Growing by 1.05
-    every step is growth_factor=1.05, growth_interval=1; a static scale is growth_factor=1, backoff_factor=1.
+    After `growth_interval` clean steps the scale grows by `growth_factor`; a step with Inf or NaN gradients is skipped
+    (weights, states and counters keep every bit) and the scale shrinks by `backoff_factor`. The usual ways:
+
+        hs.LossScaler()                                                          # twice as large every 2,000 steps
+        hs.LossScaler(growth_factor=1.05, growth_interval=1)                     # 5 % larger every step
+        hs.LossScaler(init_scale=1024.0, growth_factor=1.0, backoff_factor=1.0)  # static
 
     Args:
         device: where the scale lives; None: the first loss's device.
@@ -60,12 +63,20 @@ class LossScaler:
             Pace(growth_factor, backoff_factor, growth_interval),
             hysteresis=hysteresis, min_scale=min_scale, max_scale=max_scale,
         )  # fmt: skip
-        self._forget()
-        self._warned_at_floor = False
+        self._start_run()
 
-    def _forget(self) -> None:
-        self._stage: WeakKeyDictionary[torch.optim.Optimizer, str] = WeakKeyDictionary()
-        self._found: WeakKeyDictionary[torch.optim.Optimizer, Tensor] = WeakKeyDictionary()
+    def _start_run(self) -> None:
+        """What belongs to this run and is in no checkpoint or copy."""
+        self._floor = FloorReports(self._scale.min_scale)
+        self._reports: WeakKeyDictionary[Optimizer, StepReports] = WeakKeyDictionary()  # foreign optimizers'
+        self._last: WeakKeyDictionary[Optimizer, StepOutcome] = WeakKeyDictionary()
+        self._advanced: WeakKeyDictionary[Any, StepOutcome] = WeakKeyDictionary()  # by scheduler: up to which step
+        self._start_iteration()
+
+    def _start_iteration(self) -> None:
+        self._unscaled: WeakKeyDictionary[Optimizer, StepOutcome] = WeakKeyDictionary()
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+        self._seen: list[StepOutcome] = []  # what update() learns from
 
     # ---- the training loop -----------------------------------------------------------------------------------------
     def scale(self, outputs: Any) -> Any:
@@ -79,89 +90,99 @@ class LossScaler:
             return tuple(scaled) if isinstance(outputs, tuple) else scaled
         raise TypeError(f"scale() takes a tensor or an iterable of tensors, got {type(outputs).__name__}")
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place, for code that wants to look at them or clip them.
 
-        Not needed before step(). float16 gradients are allowed. Raises RuntimeError if called twice between updates, or
-        after step().
+        Not needed before step(). float16 gradients are allowed. Clip afterwards: a norm taken before is that of the
+        scaled gradients, and limiting it to max_norm leaves gradients of norm max_norm / scale.
+
+        Raises RuntimeError if called twice between updates, or after step().
         """
         if not self._enabled:
             return
-        stage = self._stage.get(optimizer)
-        if stage is not None:
+        if optimizer in self._unscaled or optimizer in self._stepped:
+            stage = "stepped" if optimizer in self._stepped else "unscaled"
             raise RuntimeError(
                 f"unscale_() on an optimizer that was {stage} since the last update(): its gradients would be "
                 "divided twice. Call update() first"
             )
-        held = _gradients(optimizer)
-        if any(ranks(grad) > 1 for grad in held):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        active = [i for i, p in enumerate(params) if p.grad is not None]
+        grads = [params[i].grad for i in active]
+        if any(ranks(grad) > 1 for grad in grads):
             raise RuntimeError(
                 "this version cannot share the overflow flag between the ranks of a DTensor mesh: some would skip the "
                 "step and others not. Use bfloat16, which needs no scaler, or unscale and check the gradients yourself"
             )
-        grads = [local(grad) for grad in held]
-        inverse = self._scale.inverse(grads[0].device if grads else None)
-        found = torch.zeros((), dtype=torch.float32, device=inverse.device)
-        for device in dict.fromkeys(g.device for g in grads):
-            here = torch.zeros((), dtype=torch.float32, device=device)
-            unscale_([g for g in grads if g.device == device], inverse.to(device), here)
-            found = torch.maximum(found, here.to(found.device))
-        self._stage[optimizer] = _UNSCALED
-        if grads:
-            self._found[optimizer] = found
+        if not active:
+            self._unscaled[optimizer] = StepOutcome(torch.tensor(False))
+            return
+        first_bad = self._unscale([local(grad) for grad in grads])
+        groups = optimizer.param_groups
+        outcome = StepOutcome(first_bad >= 0, first_bad, lambda index: parameter_names(groups)[active[index]])
+        self._unscaled[optimizer] = outcome
+        self._seen.append(outcome)
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Tensor:
+    def _unscale(self, grads: list[Tensor]) -> Tensor:
+        """Index of the first gradient that is not finite afterwards, or -1."""
+        inverse = self._scale.inverse(grads[0].device)
+        places: dict[torch.device, list[int]] = {}
+        for i, grad in enumerate(grads):
+            places.setdefault(grad.device, []).append(i)
+        firsts = [unscale_and_find_([grads[i] for i in place], inverse.to(d)) for d, place in places.items()]
+        return first_of_all(firsts, list(places.values()))
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """optimizer.step(), left out if a gradient is Inf or NaN after unscaling. Returns whether it was (0-d bool).
 
         Arguments after the optimizer go to its step(); a closure is refused.
         halfstep's optimizers check, unscale and skip on the device; other optimizers cost one wait for the flag here.
-        Gradients that became non-finite between unscale_() and step() count too (with halfstep's optimizers).
+        Gradients that became non-finite between unscale_() and step() count too (with halfstep's optimizers). Skips of
+        any optimizer are told at the 1st, 2nd, 4th, 8th ... in a row, with the first bad parameter's name.
 
         Raises RuntimeError if called twice without update().
         """
-        if not self._enabled:
-            optimizer.step(*args, **kwargs)
-            return optimizer.skipped if isinstance(optimizer, FusedAdam) else torch.tensor(False)
-        if kwargs.get("closure", args[0] if args else None) is not None:
+        if kwargs.get("closure", args[0] if args else None) is not None and self._enabled:
             raise RuntimeError(
                 "step() with a closure is not possible under a scaler: a skipped step cannot be retried inside it"
             )
-        if self._stage.get(optimizer) == _STEPPED:
+        if optimizer in self._stepped:
             raise RuntimeError(
                 "step() was already called on this optimizer since the last update(); call update() first"
             )
         if isinstance(optimizer, FusedAdam):
-            skipped = self._step_fused(optimizer, *args, **kwargs)
-        else:
-            skipped = self._step_foreign(optimizer, *args, **kwargs)
-        self._record(optimizer, skipped)
-        return skipped
-
-    def _record(self, optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
-        self._stage[optimizer] = _STEPPED
-        if _gradients(optimizer):  # without any, nothing was learned about the scale
-            self._found[optimizer] = skipped.float()
+            return self._step_fused(optimizer, *args, **kwargs)
+        return self._step_foreign(optimizer, *args, **kwargs)
 
     def _step_fused(self, optimizer: FusedAdam, *args: Any, **kwargs: Any) -> Tensor:
-        unscaled = self._stage.get(optimizer) == _UNSCALED
-        optimizer.grad_scale = None if unscaled else self._scale.tensor()
-        optimizer.found_inf = self._found.get(optimizer) if unscaled else None
+        before, unscaled, device = optimizer.outcome, self._unscaled.get(optimizer), _device_of_gradients(optimizer)
+        if self._enabled:
+            optimizer.grad_scale = self._scale.tensor(device) if unscaled is None else None
+            optimizer.found_inf = None if unscaled is None else unscaled.skipped.float()
         try:
             optimizer.step(*args, **kwargs)
-        except Warning:  # a filter made an error of the report that ends a step: the step itself is complete
-            self._record(optimizer, optimizer.skipped)
-            raise
         finally:
-            del optimizer.grad_scale, optimizer.found_inf
+            if self._enabled:
+                del optimizer.grad_scale, optimizer.found_inf
+            if optimizer.outcome is not before:  # complete, even if a filter made an error of the report that ends it
+                self._record(optimizer, optimizer.outcome, learns=device is not None)
         return optimizer.skipped
 
-    def _step_foreign(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Tensor:
-        if self._stage.get(optimizer) != _UNSCALED:
+    def _step_foreign(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
+        if self._enabled and optimizer not in self._unscaled:
             self.unscale_(optimizer)
-        skipped = self._found[optimizer] > 0 if optimizer in self._found else torch.tensor(False)
-        if not skipped.item():  # the one wait
+        outcome = self._unscaled[optimizer] if self._enabled else StepOutcome(torch.tensor(False))
+        if not outcome.was_skipped():  # the one wait
             optimizer.step(*args, **kwargs)
-        return skipped
+        self._record(optimizer, outcome, learns=False)  # unscale_() did
+        self._reports.setdefault(optimizer, StepReports()).add(outcome)
+        return outcome.skipped
+
+    def _record(self, optimizer: Optimizer, outcome: StepOutcome, *, learns: bool) -> None:
+        self._last[optimizer] = outcome
+        if self._enabled:
+            self._stepped.add(optimizer)
+            self._seen += [outcome] * learns
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """The next scale, after every optimizer had its step(), without waiting; or `new_scale`, within the bounds.
@@ -172,29 +193,54 @@ class LossScaler:
             return
         if new_scale is not None:
             self._scale.set(float(new_scale))
-        else:
-            if not self._found:
-                raise RuntimeError(
-                    "update() before a step() or unscale_() that saw gradients: there is nothing to learn from yet. "
-                    "Call backward() on the scaled loss first"
-                )
-            scale = self._scale.tensor()
-            shrink = self._scale.learn(torch.stack([f.to(scale.device) for f in self._found.values()]).max() > 0)
-            if scale.device.type == "cpu":
-                self._warn_at_floor(bool(shrink), float(scale))
-        self._forget()
-
-    def _warn_at_floor(self, shrink: bool, scale: float) -> None:
-        if scale > self._scale.min_scale:
-            self._warned_at_floor = False
-        elif shrink and not self._warned_at_floor and self._scale.pace.backoff_factor < 1.0:
-            self._warned_at_floor = True
-            warn(
-                f"halfstep: the loss scale is at its minimum, {scale:g}, and gradients still overflow: they are "
-                "too large for their dtype or the loss is not finite. The optimizer's warning names the "
-                "parameter",
-                RuntimeWarning,
+            self._start_iteration()
+            return
+        if not self._seen:
+            raise RuntimeError(
+                "update() before a step() or unscale_() that saw gradients: there is nothing to learn from yet. "
+                "Call backward() on the scaled loss first"
             )
+        seen, scale = self._seen, self._scale.tensor()
+        floor = self._scale.learn(torch.stack([outcome.skipped.to(scale.device) for outcome in seen]).any())
+        self._start_iteration()
+        if self._scale.pace.backoff_factor < 1:  # a static scale has no floor
+            self._floor.add(floor, seen)
+
+    def advance(self, scheduler: Any, *args: Any) -> bool:
+        """scheduler.step(*args), if its optimizer's last step() under this scaler was not skipped. Returns whether.
+
+        At most once for each step(), however often it is asked. It needs the step's answer from the device: asked
+        between the next backward() and the next step(), as below, that answer is there or soon will be, and the device
+        has work meanwhile; the learning rates are those of a loop that asks at once. Before a checkpoint, ask too, so
+        that the scheduler's state is up to date. Works with enabled=False.
+
+        Raises TypeError if the scheduler has no optimizer.
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+            >>> optimizer, scaler = hs.AdamW([weight], lr=1.0), hs.LossScaler()
+            >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+            >>> for _ in range(3):
+            ...     scaler.scale(weight.float().sum()).backward()
+            ...     _ = scaler.advance(schedule)  # for the step before this one
+            ...     _ = scaler.step(optimizer)
+            ...     scaler.update()
+            >>> scaler.advance(schedule), schedule.get_last_lr()
+            (True, [0.125])
+        """
+        optimizer = getattr(scheduler, "optimizer", None)
+        if optimizer is None:
+            raise TypeError(
+                f"advance() takes a learning-rate scheduler, whose .optimizer it asks; got {type(scheduler).__name__}"
+            )
+        outcome = self._last.get(optimizer)
+        if outcome is None or self._advanced.get(scheduler) is outcome:
+            return False
+        self._advanced[scheduler] = outcome
+        if outcome.was_skipped():
+            return False
+        scheduler.step(*args)
+        return True
 
     # ---- queries and state -----------------------------------------------------------------------------------------
     def get_scale(self) -> float:
@@ -224,6 +270,7 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """GradScaler's keys plus the hysteresis; at any time, also before the first scale(). Empty if disabled."""
+        self._floor.flush()
         return self._scale.state_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -238,14 +285,14 @@ class LossScaler:
         self._scale.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._stage:
+        if self._unscaled or self._stepped:
             raise RuntimeError("a scaler can be pickled or copied only after update() and before the next step()")
-        return {k: v for k, v in self.__dict__.items() if k not in ("_stage", "_found")}
+        return {"_enabled": self._enabled, "_scale": self._scale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget()
+        self._start_run()
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def _device_of_gradients(optimizer: Optimizer) -> torch.device | None:
+    return next((p.device for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .ops.layout import NARROW
 from .ops.optimizer import AdamGroup, AdamRow, AdamStep, StepInputs, StepResult
+from .outcomes import first_of_all
 from .shards import first_index, is_sharded, local, ranks
 
 if TYPE_CHECKING:
@@ -100,8 +101,7 @@ class StepTable:
         if len(found) == 1:
             return found[0]
         total = torch.stack([total.cpu() for total, _ in found]).cumsum(0)[-1]  # devices in order of appearance
-        bad = [place[int(i)] for (_, i), place in zip(found, self._places, strict=True) if int(i) >= 0]
-        return total, torch.tensor(min(bad, default=-1))
+        return total, first_of_all([first_bad for _, first_bad in found], self._places)
 
 
 def _on(inputs: StepInputs, step: AdamStep) -> StepInputs:

@@ -1,0 +1,88 @@
+"""What a step did: results of the device, on their way to the host while both go on working."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NOTHING_HEALED, _NOBODY = torch.tensor(0), torch.tensor(-1)
+
+
+class HostCopy:
+    """A few small tensors, copied to the host behind the work that makes them.
+
+    Those on the CPU are there at once, and are not copied. For those of another device, values() waits for the copy
+    alone, not for what was queued after it, which is what tensor.item() would do.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._on_host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        self._arrivals = [_recorded(device) for device in {t.device for t in tensors} if not _is_host(device)]
+
+    def ready(self) -> bool:
+        return all(event.query() for event in self._arrivals)
+
+    def values(self) -> list[Any]:
+        for event in self._arrivals:
+            event.synchronize()
+        return [tensor.tolist() for tensor in self._on_host]
+
+
+def _is_host(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _recorded(device: torch.device) -> torch.Event:
+    event = torch.Event(device)
+    event.record()
+    return event
+
+
+class StepOutcome:
+    """Whether a step was skipped, because of whom, and how many masters it healed.
+
+    Args:
+        skipped: 0-d bool, kept for who goes on on the device.
+        first_bad: 0-d int64 index of the first non-finite gradient, -1 if there is none.
+        name_of: what to call the parameter with that index; called only for a message.
+        healed: 0-d int64.
+    """
+
+    def __init__(
+        self, skipped: Tensor, first_bad: Tensor | None = None, name_of: Callable[[int], str] = str,
+        healed: Tensor = _NOTHING_HEALED,
+    ) -> None:  # fmt: skip
+        self.skipped = skipped
+        self._name_of = name_of
+        self._copy = HostCopy(skipped, _NOBODY if first_bad is None else first_bad, healed)
+
+    def ready(self) -> bool:
+        """True if the answers below are on the host. Until then each of them waits for this step alone."""
+        return self._copy.ready()
+
+    def was_skipped(self) -> bool:
+        return self._copy.values()[0]
+
+    def culprit(self) -> str | None:
+        """The name of the first parameter whose gradient is not finite."""
+        index = self._copy.values()[1]
+        return self._name_of(index) if index >= 0 else None
+
+    def healed(self) -> int:
+        return self._copy.values()[2]
+
+
+def first_of_all(firsts: Sequence[Tensor], places: Sequence[Sequence[int]]) -> Tensor:
+    """The first index of a list that lies on several devices, given each device's own answer (waits for them).
+
+    Args:
+        firsts: per device, 0-d int64 index into its place, or -1.
+        places: per device, which elements of the list lie there, in ascending order.
+    """
+    if len(firsts) == 1:
+        return firsts[0]
+    found = [place[int(first)] for first, place in zip(firsts, places, strict=True) if int(first) >= 0]
+    return torch.tensor(min(found, default=-1))

@@ -1,0 +1,45 @@
+"""Makes the CPU look like a device that lags behind: what a step did is on the host only when it is waited for.
+
+For code that must not wait: `waits` counts what did.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halfstep import outcomes
+
+
+class DeviceClock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waits = 0
+        self.done = 0  # events that are over
+        self.recorded = 0
+        monkeypatch.setattr(outcomes, "_is_host", lambda device: False)
+        monkeypatch.setattr(torch, "Event", lambda device: _Event(self))
+
+    def finish(self) -> None:
+        """The device has done all it was given."""
+        self.done = self.recorded
+
+
+class _Event:
+    """torch.Event, as far as halfstep uses it."""
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
+        self._number: int | None = None
+
+    def record(self) -> None:
+        self._clock.recorded += 1
+        self._number = self._clock.recorded
+
+    def query(self) -> bool:
+        assert self._number is not None, "never recorded"
+        return self._number <= self._clock.done
+
+    def synchronize(self) -> None:
+        if not self.query():
+            self._clock.waits += 1
+            self._clock.done = self._number
