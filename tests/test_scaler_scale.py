@@ -88,42 +88,6 @@ def test_the_ceiling():
     assert scales[-1] == largest
 
 
-def test_always_overflowing_ends_at_the_floor_with_one_warning_and_recovers():
-    weight = Parameter(torch.ones(2, dtype=FLOAT16))
-    optimizer = hs.AdamW([("head.weight", weight)])
-    scaler = hs.LossScaler(init_scale=4.0, min_scale=0.5, growth_interval=3)
-
-    def step(value: float) -> list[str]:
-        weight.grad = torch.full_like(weight, value)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            scaler.step(optimizer)
-            scaler.update()
-        assert all(w.filename == __file__ for w in told)
-        return [str(w.message) for w in told]
-
-    told = [message for _ in range(20) for message in step(math.nan)]
-    assert scaler.get_scale() == 0.5
-    floor = [m for m in told if "the loss scale is at its minimum, 0.5, and gradients still overflow" in m]
-    assert len(floor) == 1
-    skips = [m for m in told if "skipped" in m]
-    assert len(skips) == 5  # 1, 2, 4, 8, 16
-    assert all("parameter 'head.weight' (shape (2,), torch.float16)" in m for m in skips)
-    assert (weight == 1).all()
-
-    assert [m for _ in range(2) for m in step(1.0)] == []
-    assert not any("minimum" in m for m in step(math.nan)), "it never left the floor: told once"
-    assert [m for _ in range(6) for m in step(1.0)] == []
-    assert scaler.get_scale() == 2.0
-    told = [message for _ in range(5) for message in step(math.nan)]
-    assert sum("minimum" in m for m in told) == 1, "it had left the floor: told again"
-
-
-def test_a_static_scale_never_warns():
-    scaler = hs.LossScaler(init_scale=128.0, growth_factor=1.0, backoff_factor=1.0, min_scale=128.0)
-    assert set(run(scaler, [True] * 10)) == {128.0}
-
-
 @pytest.mark.parametrize(("growth", "interval"), [(1.05, 1), (2.0, 3)])
 def test_every_batch_is_used_once_when_a_skipped_one_is_repeated(growth, interval):
     """float16 gradients that really overflow: the batch is tried again with the smaller scale until it fits."""
