@@ -17,10 +17,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert code is not None
+    bfloat16, float16 = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     script = tmp_path / "example.py"
-    script.write_text(code.group(1), encoding="utf-8")
+    script.write_text(bfloat16 + float16, encoding="utf-8")
     result = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     norm, skipped = result.stdout.split()

@@ -218,13 +218,14 @@ class LossScaler:
 
         Example:
             >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
-            >>> optimizer, scaler = hs.AdamW([weight], lr=1.0), hs.LossScaler()
+            >>> optimizer, scaler = hs.AdamW([weight], lr=1.0), hs.LossScaler(init_scale=1024.0)
             >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
             >>> for _ in range(3):
             ...     scaler.scale(weight.float().sum()).backward()
             ...     _ = scaler.advance(schedule)  # for the step before this one
             ...     _ = scaler.step(optimizer)
             ...     scaler.update()
+            ...     optimizer.zero_grad()
             >>> scaler.advance(schedule), schedule.get_last_lr()
             (True, [0.125])
         """
