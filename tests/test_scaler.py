@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -179,3 +180,61 @@ def test_an_overflow_seen_by_unscale_skips_though_the_gradients_were_repaired():
     params_of(optimizer)[0].grad.zero_()
     with pytest.warns(RuntimeWarning, match="found_inf was set"):
         assert scaler.step(optimizer)
+
+
+# ---- scales at the edge of float32 -----------------------------------------------------------------------------------
+FINFO = torch.finfo(FLOAT32)
+
+
+@pytest.mark.parametrize("scale", [FINFO.tiny, 2.0**-100, 2.0**100, FINFO.max])
+@pytest.mark.parametrize("cls", [hs.AdamW, torch.optim.AdamW], ids=["halfstep", "foreign"])
+def test_the_inverse_of_every_scale_within_the_bounds_is_right(cls, scale):
+    """1 / FLT_MIN is finite; 1 / FLT_MAX is a denormal of 21 bits, not 0."""
+    weight = Parameter(torch.ones(2))
+    optimizer = cls([weight], weight_decay=0.0)
+    scaler = hs.LossScaler(init_scale=scale, min_scale=FINFO.tiny, max_scale=FINFO.max)
+    scaler.scale((weight * torch.tensor([0.5, -0.75])).sum()).backward()
+    assert not scaler.step(optimizer)
+    wanted = 0.1 * torch.tensor([0.5, -0.75])
+    assert ((optimizer.state[weight]["exp_avg"] / wanted - 1).abs() <= 2.0**-21).all()
+
+
+@pytest.mark.parametrize("cls", [hs.AdamW, torch.optim.AdamW], ids=["halfstep", "foreign"])
+def test_a_product_beyond_float32_is_a_skip_until_the_scale_fits(cls):
+    """Gradients of 2^40 under a scale of 2^100: it halves until the product is finite; that step is exact."""
+    weight, plain = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+    optimizer, other = cls([weight], lr=0.1), cls([plain], lr=0.1)
+    scaler = hs.LossScaler(init_scale=2.0**100, max_scale=2.0**126)
+    skips = 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="halfstep: .* skipped")
+        while True:
+            optimizer.zero_grad()
+            scaler.scale((weight * 2.0**40).sum()).backward()
+            skipped = scaler.step(optimizer).item()
+            scaler.update()
+            if not skipped:
+                break
+            skips += 1
+    assert (skips, scaler.get_scale()) == (13, 2.0**87)
+    plain.grad = torch.full((3,), 2.0**40)
+    other.step()
+    assert_same(held(optimizer), held(other))
+
+
+@pytest.mark.parametrize("cls", [hs.AdamW, torch.optim.AdamW], ids=["halfstep", "foreign"])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_product_that_overflows_in_the_unscaling_is_a_skip(cls, unscale_first):
+    """Finite gradients, a finite inverse of 2^126, and a product that is neither."""
+    optimizer = cls(parameters(FLOAT32))
+    scaler = hs.LossScaler(init_scale=FINFO.tiny, min_scale=FINFO.tiny)
+    set_grads(params_of(optimizer), 1, spread=8.0)
+    before = held(optimizer)
+    if unscale_first:
+        scaler.unscale_(optimizer)
+    with pytest.warns(RuntimeWarning, match="parameter 0 of group 0"):
+        assert scaler.step(optimizer)
+    assert_unchanged(optimizer, before)
+    with pytest.warns(RuntimeWarning, match=r"at its minimum, 1\.17549e-38, .* parameter 0 of group 0"):
+        scaler.update()
+    assert scaler.get_scale() == FINFO.tiny

@@ -180,6 +180,41 @@ def test_state_goes_both_ways_with_torch():
     assert theirs.get_scale() == 64.0
 
 
+@pytest.mark.parametrize("saved", [{}, hs.LossScaler(init_scale=8.0).state_dict()], ids=["empty", "of another"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["deepcopy", "pickle"])
+def test_a_disabled_scaler_stays_disabled(copied, saved):
+    """Copied, or given a checkpoint from a run that had a scale; torch's scaler loads what it saves: nothing."""
+    scaler = copied(hs.LossScaler(enabled=False))
+    scaler.load_state_dict(saved)
+    assert not scaler.is_enabled()
+    assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
+    loss = torch.ones(())
+    assert scaler.scale(loss) is loss
+    torch.amp.GradScaler("cpu", enabled=False).load_state_dict(scaler.state_dict())
+
+
+def test_a_growth_tracker_beyond_the_interval_grows_at_the_next_clean_step():
+    """A checkpoint from a run with a longer interval; a count that is compared for equality would never grow again."""
+    theirs = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    ours = hs.LossScaler()
+    ours.load_state_dict({**theirs.state_dict(), "_growth_tracker": 50, "growth_interval": 10})
+    assert run(ours, [False, False]) == [128.0, 128.0]
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_scale_set_before_the_first_loss_goes_where_the_loss_is(loaded):
+    """Made on the CPU, it would be copied to the loss's device at every step."""
+    scaler = hs.LossScaler()
+    if loaded:
+        scaler.load_state_dict(hs.LossScaler(init_scale=32.0).state_dict())
+    else:
+        scaler.update(32.0)
+    assert scaler.get_scale() == 32.0
+    scaler.scale(torch.ones((), device="meta"))
+    assert scaler._scale.tensor().device.type == "meta"
+    assert hs.LossScaler("meta")._scale.tensor(torch.device("cpu")).device.type == "meta"
+
+
 @pytest.mark.parametrize(("saved", "scale"), [(0.0, 1.0), (math.inf, 2.0**32), (1e-30, 1.0), (2.0**40, 2.0**32)])
 def test_a_scale_that_went_astray_is_brought_back(saved, scale):
     """torch's scaler may end at 0 or Inf; its checkpoint must not end here the same way."""

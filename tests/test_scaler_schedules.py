@@ -13,7 +13,16 @@ import pytest
 import torch
 from adversarial import BFLOAT16, FLOAT16, FLOAT32
 from device_clock import DeviceClock
-from optimizer_runs import assert_same, held, parameters, params_of, saved_and_loaded, set_grads
+from optimizer_runs import (
+    assert_same,
+    held,
+    parameters,
+    params_of,
+    saved_and_loaded,
+    set_grads,
+    set_scaled_grads,
+    skipped_step,
+)
 from torch.optim import lr_scheduler
 
 import halfstep as hs
@@ -138,6 +147,21 @@ def test_a_checkpoint_goes_on(build, at):
     used += train(other_scaler, other, lambda: other_scaler.advance(other_schedule), range(at, STEPS))
     assert used == expected
     assert_same(held(other), held(whole))
+
+
+def test_a_loop_may_ask_the_flag_itself():
+    """Without advance(): ask the step's answer. One wait, in the loop that wants to know."""
+    optimizer, scaler = hs.AdamW(parameters(FLOAT16), lr=1.0), hs.LossScaler(init_scale=64.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    rates = []
+    for t, bad in enumerate([True, False, True, True, False]):
+        set_scaled_grads(optimizer, scaler, t)
+        skipped = skipped_step(scaler, optimizer) if bad else scaler.step(optimizer)
+        scaler.update()
+        if not skipped:
+            scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates == [1.0, 0.5, 0.5, 0.5, 0.25]
 
 
 def test_nothing_is_waited_for_but_the_step_asked_about(monkeypatch):

@@ -97,7 +97,9 @@ class LossScale:
 
     def set(self, value: float) -> None:
         """A scale given by hand, within the bounds; ValueError for a NaN."""
-        self.tensor().fill_(self._within_bounds(value))
+        self._start = self._start._replace(scale=self._within_bounds(value))
+        if self._tensors is not None:
+            self._tensors[0].fill_(self._start.scale)
 
     def _within_bounds(self, scale: float) -> float:
         if isnan(scale):

@@ -5,7 +5,7 @@ With halfstep's optimizers nothing waits for the device: unscaling, the overflow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -106,7 +106,7 @@ class LossScaler:
                 f"unscale_() on an optimizer that was {stage} since the last update(): its gradients would be "
                 "divided twice. Call update() first"
             )
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = list(_parameters(optimizer))
         active = [i for i, p in enumerate(params) if p.grad is not None]
         grads = [params[i].grad for i in active]
         if any(ranks(grad) > 1 for grad in grads):
@@ -114,8 +114,7 @@ class LossScaler:
                 "this version cannot share the overflow flag between the ranks of a DTensor mesh: some would skip the "
                 "step and others not. Use bfloat16, which needs no scaler, or unscale and check the gradients yourself"
             )
-        if not active:
-            self._unscaled[optimizer] = StepOutcome(torch.tensor(False))
+        if not active:  # nothing is divided yet
             return
         first_bad = self._unscale([local(grad) for grad in grads])
         groups = optimizer.param_groups
@@ -155,9 +154,11 @@ class LossScaler:
         return self._step_foreign(optimizer, *args, **kwargs)
 
     def _step_fused(self, optimizer: FusedAdam, *args: Any, **kwargs: Any) -> Tensor:
-        before, unscaled, device = optimizer.outcome, self._unscaled.get(optimizer), _device_of_gradients(optimizer)
+        before, unscaled = optimizer.outcome, self._unscaled.get(optimizer)
+        learns = any(p.grad is not None for p in _parameters(optimizer))
         if self._enabled:
-            optimizer.grad_scale = self._scale.tensor(device) if unscaled is None else None
+            near = next((p.device for p in _parameters(optimizer)), None)
+            optimizer.grad_scale = self._scale.tensor(near) if unscaled is None else None
             optimizer.found_inf = None if unscaled is None else unscaled.skipped.float()
         try:
             optimizer.step(*args, **kwargs)
@@ -165,13 +166,13 @@ class LossScaler:
             if self._enabled:
                 del optimizer.grad_scale, optimizer.found_inf
             if optimizer.outcome is not before:  # complete, even if a filter made an error of the report that ends it
-                self._record(optimizer, optimizer.outcome, learns=device is not None)
+                self._record(optimizer, optimizer.outcome, learns=learns)
         return optimizer.skipped
 
     def _step_foreign(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         if self._enabled and optimizer not in self._unscaled:
             self.unscale_(optimizer)
-        outcome = self._unscaled[optimizer] if self._enabled else StepOutcome(torch.tensor(False))
+        outcome = self._unscaled.get(optimizer) or StepOutcome(torch.tensor(False))
         if not outcome.was_skipped():  # the one wait
             optimizer.step(*args, **kwargs)
         self._record(optimizer, outcome, learns=False)  # unscale_() did
@@ -209,10 +210,9 @@ class LossScaler:
     def advance(self, scheduler: Any, *args: Any) -> bool:
         """scheduler.step(*args), if its optimizer's last step() under this scaler was not skipped. Returns whether.
 
-        At most once for each step(), however often it is asked. It needs the step's answer from the device: asked
-        between the next backward() and the next step(), as below, that answer is there or soon will be, and the device
-        has work meanwhile; the learning rates are those of a loop that asks at once. Before a checkpoint, ask too, so
-        that the scheduler's state is up to date. Works with enabled=False.
+        At most once for each step(), however often it is asked. It waits for that step's answer alone: asked between
+        the next backward() and the next step(), as below, the device has work meanwhile, and the learning rates are
+        those of a loop that asks at once. Ask before a checkpoint too. Works with enabled=False.
 
         Raises TypeError if the scheduler has no optimizer.
 
@@ -295,5 +295,5 @@ class LossScaler:
         self._start_run()
 
 
-def _device_of_gradients(optimizer: Optimizer) -> torch.device | None:
-    return next((p.device for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None)
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
