@@ -149,3 +149,15 @@ def test_a_step_that_fails_leaves_no_scale_behind():
     assert_same(held(optimizer), held(plain))
     set_scaled_grads(optimizer, scaler, 3)
     assert not scaler.step(optimizer)  # it did not count as a step
+
+
+@pytest.mark.parametrize("cls", [hs.AdamW, torch.optim.AdamW])
+def test_disabled_a_closure_and_any_order_pass(cls):
+    """Nothing is scaled, so nothing can be divided twice."""
+    optimizer, scaler = cls(parameters(FLOAT32)), hs.LossScaler(enabled=False)
+    set_grads(params_of(optimizer), 1)
+    scaler.update()
+    for _ in range(2):
+        scaler.unscale_(optimizer)
+        assert not scaler.step(optimizer, lambda: torch.ones(()))
+    assert optimizer.state[params_of(optimizer)[0]]["step"] == 2

@@ -80,6 +80,14 @@ def test_it_doubles_after_2000_clean_steps():
     assert scales[-2:] == [2.0**16, 2.0**17]
 
 
+@pytest.mark.parametrize("never", [10**9, 2**31, 2**32, 2**40, math.inf])
+def test_an_interval_that_never_ends(never):
+    """Compared with a 32-bit count, 2**32 would wrap to 0, and the scale would grow at every step."""
+    scaler = hs.LossScaler(growth_interval=never)
+    assert run(scaler, [False, False, True, False]) == [2.0**16, 2.0**16, 2.0**15, 2.0**15]
+    assert run(hs.LossScaler(hysteresis=2**40), [True, True]) == [2.0**16, 2.0**16]
+
+
 def test_the_ceiling():
     scales = run(hs.LossScaler(init_scale=2.0**30, growth_interval=1), [False] * 10)
     assert scales[-1] == 2.0**32

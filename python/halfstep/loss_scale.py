@@ -59,13 +59,13 @@ class LossScale:
         self._tensors: tuple[Tensor, Tensor, Tensor] | None = None
 
     def _on_device(self, near: torch.device | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(scale float32, clean steps int32, tolerance int32), 0-d, made at the first use."""
+        """(scale float32, clean steps int64, tolerance int64), 0-d, made at the first use."""
         if self._tensors is None:
             where = self._device or near or torch.device("cpu")
             self._tensors = (
                 torch.tensor(self._start.scale, dtype=torch.float32, device=where),
-                torch.tensor(self._start.clean_steps, dtype=torch.int32, device=where),
-                torch.tensor(self._start.tolerance, dtype=torch.int32, device=where),
+                torch.tensor(self._start.clean_steps, dtype=torch.int64, device=where),
+                torch.tensor(self._start.tolerance, dtype=torch.int64, device=where),
             )
         return self._tensors
 

@@ -1,0 +1,44 @@
+"""What a step did, on its way to the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from device_clock import DeviceClock
+
+from halfstep.outcomes import HostCopy, StepOutcome, first_of_all
+
+
+def test_results_on_the_cpu_are_there_at_once():
+    copy = HostCopy(torch.tensor(3), torch.tensor([True, False]))
+    assert copy.ready()
+    assert copy.values() == [3, [True, False]]
+
+
+def test_a_copy_waits_for_itself_alone(monkeypatch):
+    clock = DeviceClock(monkeypatch)
+    first, second = HostCopy(torch.tensor(1)), HostCopy(torch.tensor(2))
+    assert not first.ready()
+    assert first.values() == [1]
+    assert (clock.waits, first.ready(), second.ready()) == (1, True, False)
+    assert second.values() == second.values() == [2]
+    assert clock.waits == 2
+
+
+def test_an_outcome_answers_and_names():
+    names = ["embed", "head"]
+    outcome = StepOutcome(torch.tensor(True), torch.tensor(1), names.__getitem__, torch.tensor(5))
+    assert (outcome.was_skipped(), outcome.culprit(), outcome.healed()) == (True, "head", 5)
+    outcome = StepOutcome(torch.tensor(False))
+    assert (outcome.was_skipped(), outcome.culprit(), outcome.healed()) == (False, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "first"),
+    [([-1, -1, -1], -1), ([0, -1, -1], 1), ([1, 0, -1], 0), ([-1, 1, 0], 2), ([-1, -1, 1], 6)],
+)
+def test_the_first_over_several_devices(answers, first):
+    """A model whose layers alternate between devices: the index is that in the whole list."""
+    places = [[1, 4], [0, 3, 5], [2, 6]]
+    assert first_of_all([torch.tensor(a) for a in answers], places) == first
+    assert first_of_all([torch.tensor(answers[0])], [[0, 1]]) == answers[0]
