@@ -84,15 +84,15 @@ class LossScale:
         Returns two bools, on the device: it should have shrunk but was at its minimum; it is above its minimum now.
         """
         scale, clean, tolerance = self._on_device()
-        clean.copy_(torch.where(found, 0, clean + 1))
-        tolerance.copy_(torch.where(found, tolerance - 1, tolerance))
+        clean.add_(1).masked_fill_(found, 0)
+        tolerance.sub_(found.long()).clamp_(min=0)
         grow = clean >= self.pace.growth_interval
-        shrink = found & (tolerance <= 0)
+        shrink = found & (tolerance == 0)
         stuck = shrink & (scale <= self.min_scale)
         factor = torch.where(grow, self.pace.growth_factor, torch.where(shrink, self.pace.backoff_factor, 1.0))
         scale.mul_(factor.float()).clamp_(self.min_scale, self.max_scale)
-        clean.copy_(torch.where(grow, 0, clean))
-        tolerance.copy_(torch.where(grow, self._hysteresis, tolerance.clamp(min=0)))
+        clean.masked_fill_(grow, 0)
+        tolerance.masked_fill_(grow, self._hysteresis)
         return torch.stack((stuck, scale > self.min_scale))
 
     def set(self, value: float) -> None:
