@@ -17,7 +17,12 @@ class DeviceClock:
         self.done = 0  # events that are over
         self.recorded = 0
         monkeypatch.setattr(outcomes, "_is_host", lambda device: False)
-        monkeypatch.setattr(torch, "Event", lambda device: _Event(self))
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: self)
+
+    def record_event(self) -> _Event:
+        """As of the device's stream."""
+        self.recorded += 1
+        return _Event(self, self.recorded)
 
     def finish(self) -> None:
         """The device has done all it was given."""
@@ -27,16 +32,10 @@ class DeviceClock:
 class _Event:
     """torch.Event, as far as halfstep uses it."""
 
-    def __init__(self, clock: DeviceClock) -> None:
-        self._clock = clock
-        self._number: int | None = None
-
-    def record(self) -> None:
-        self._clock.recorded += 1
-        self._number = self._clock.recorded
+    def __init__(self, clock: DeviceClock, number: int) -> None:
+        self._clock, self._number = clock, number
 
     def query(self) -> bool:
-        assert self._number is not None, "never recorded"
         return self._number <= self._clock.done
 
     def synchronize(self) -> None:

@@ -42,3 +42,25 @@ def test_the_first_over_several_devices(answers, first):
     places = [[1, 4], [0, 3, 5], [2, 6]]
     assert first_of_all([torch.tensor(a) for a in answers], places) == first
     assert first_of_all([torch.tensor(answers[0])], [[0, 1]]) == answers[0]
+
+
+def test_the_event_is_on_the_stream_that_copies(monkeypatch):
+    """Of each tensor's own device, which need not be the current one."""
+    asked = []
+
+    class Stream:
+        def record_event(self) -> None:
+            asked.append("recorded")
+
+    class Away:
+        def __init__(self, name: str) -> None:
+            self.device = torch.device(name)
+
+        def to(self, device: str, *, non_blocking: bool) -> torch.Tensor:
+            assert (device, non_blocking) == ("cpu", True)
+            asked.append("copied")
+            return torch.tensor(1)
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: asked.append(str(device)) or Stream())
+    HostCopy(Away("cuda:1"), torch.tensor(2), Away("cuda:1"))  # type: ignore[arg-type]
+    assert asked == ["copied", "copied", "cuda:1", "recorded"]

@@ -20,7 +20,9 @@ class HostCopy:
 
     def __init__(self, *tensors: Tensor) -> None:
         self._on_host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-        self._arrivals = [_recorded(device) for device in {t.device for t in tensors} if not _is_host(device)]
+        # an event on the stream of the copy: torch.Event.record() would take that of the current device
+        away = {t.device for t in tensors if not _is_host(t.device)}
+        self._arrivals = [torch.accelerator.current_stream(device).record_event() for device in away]
 
     def ready(self) -> bool:
         return all(event.query() for event in self._arrivals)
@@ -33,12 +35,6 @@ class HostCopy:
 
 def _is_host(device: torch.device) -> bool:
     return device.type == "cpu"
-
-
-def _recorded(device: torch.device) -> torch.Event:
-    event = torch.Event(device)
-    event.record()
-    return event
 
 
 class StepOutcome:
