@@ -161,3 +161,24 @@ def test_disabled_a_closure_and_any_order_pass(cls):
         scaler.unscale_(optimizer)
         assert not scaler.step(optimizer, lambda: torch.ones(()))
     assert optimizer.state[params_of(optimizer)[0]]["step"] == 2
+
+
+@pytest.mark.parametrize("cls", [hs.AdamW, torch.optim.AdamW])
+def test_the_state_may_be_asked_for_and_loaded_at_any_time(cls):
+    """It changes in update() alone; a scale loaded in mid-iteration is that of the next one, as the gradients were
+    divided by the old one already."""
+    optimizer, scaler = cls(parameters(FLOAT32)), hs.LossScaler(growth_interval=1)
+    loss = sum((p * 0.5).sum() for p in params_of(optimizer))
+    states = [scaler.state_dict()]
+    scaler.scale(loss).backward()
+    states.append(scaler.state_dict())
+    scaler.unscale_(optimizer)
+    states.append(scaler.state_dict())
+    scaler.step(optimizer)
+    states.append(scaler.state_dict())
+    assert all(state == states[0] for state in states)
+    scaler.load_state_dict({**states[0], "scale": 8.0})
+    scaler.update()
+    assert scaler.state_dict() == {**states[0], "scale": 16.0}
+    moments = [optimizer.state[p]["exp_avg"] for p in params_of(optimizer)]
+    assert all(((m - 0.05).abs() <= 0.05 * torch.finfo(FLOAT32).eps).all() for m in moments)
