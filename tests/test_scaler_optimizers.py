@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -137,6 +139,22 @@ def test_no_closure_may_be_said_aloud(cls, args, kwargs):
     set_grads(params_of(optimizer), 1)
     assert not hs.LossScaler(init_scale=1.0).step(optimizer, *args, **kwargs)
     assert optimizer.state[params_of(optimizer)[0]]["step"] == 1
+
+
+@pytest.mark.parametrize("build", [hs.AdamW, FOREIGN["SGD"]], ids=["halfstep", "foreign"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_scaler_keeps_nobody_alive(build, enabled):
+    """It remembers what optimizers and schedulers did, not them: their states are most of a run's memory."""
+    optimizer, scaler = build(parameters(FLOAT32)), hs.LossScaler(init_scale=64.0, enabled=enabled)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    set_scaled_grads(optimizer, scaler, 1)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.advance(schedule)
+    alive = weakref.ref(optimizer), weakref.ref(schedule)
+    del optimizer, schedule
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
 
 
 def test_disabled_it_is_not_there():

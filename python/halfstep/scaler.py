@@ -106,18 +106,16 @@ class LossScaler:
                 f"unscale_() on an optimizer that was {stage} since the last update(): its gradients would be "
                 "divided twice. Call update() first"
             )
-        params = list(_parameters(optimizer))
-        active = [i for i, p in enumerate(params) if p.grad is not None]
-        grads = [params[i].grad for i in active]
-        if any(ranks(grad) > 1 for grad in grads):
+        grads = {i: p.grad for i, p in enumerate(_parameters(optimizer)) if p.grad is not None}
+        if any(ranks(grad) > 1 for grad in grads.values()):
             raise RuntimeError(
                 "this version cannot share the overflow flag between the ranks of a DTensor mesh: some would skip the "
                 "step and others not. Use bfloat16, which needs no scaler, or unscale and check the gradients yourself"
             )
-        if not active:  # nothing is divided yet
+        if not grads:  # nothing is divided yet
             return
-        first_bad = self._unscale([local(grad) for grad in grads])
-        groups = optimizer.param_groups
+        first_bad = self._unscale([local(grad) for grad in grads.values()])
+        groups, active = optimizer.param_groups, list(grads)
         outcome = StepOutcome(first_bad >= 0, first_bad, lambda index: parameter_names(groups)[active[index]])
         self._unscaled[optimizer] = outcome
         self._seen.append(outcome)
