@@ -38,7 +38,7 @@ def test_a_row_of_skips_is_told_at_powers_of_two():
     told = [[str(w.message) for w in step(optimizer, 1)] for _ in range(17)]
     assert [i + 1 for i, messages in enumerate(told) if messages] == [1, 2, 4, 8, 16]
     name = "the first non-finite gradient is that of parameter 1 of group 0 (shape (3, 5), torch.bfloat16)"
-    assert told[0] == [f"halfstep: this step was skipped, 1 in all ({name}); weights and states are unchanged"]
+    assert told[0] == [f"halfstep: a step was skipped, 1 in all ({name}); weights and states are unchanged"]
     assert told[7] == [f"halfstep: 8 steps in a row were skipped, 8 in all ({name}); weights and states are unchanged"]
 
 
@@ -122,7 +122,7 @@ def test_a_device_is_never_waited_for(monkeypatch):
     assert [step(optimizer, bad) for bad in (0, 0, None)] == [[], [], []]
     clock.finish()
     told = [str(w.message) for w in step(optimizer, 2)]
-    assert ["this step was skipped, 1 in all" in m for m in told] == [True, False]
+    assert ["a step was skipped, 1 in all" in m for m in told] == [True, False]
     assert ["2 steps in a row were skipped, 2 in all" in m for m in told] == [False, True]
     assert all("parameter 0 of group 0" in m for m in told)
     assert clock.waits == 0

@@ -89,9 +89,9 @@ def test_skips_are_told_at_powers_of_two_and_by_name(build):
         told.append([str(w.message) for w in caught])
     assert [i + 1 for i, messages in enumerate(told) if messages] == [1, 2, 4, 8, 11]
     name = "the first non-finite gradient is that of parameter 'b' (shape (4, 2, 3), torch.float32)"
-    assert told[0] == [f"halfstep: this step was skipped, 1 in all ({name}); weights and states are unchanged"]
+    assert told[0] == [f"halfstep: a step was skipped, 1 in all ({name}); weights and states are unchanged"]
     assert told[7] == [f"halfstep: 8 steps in a row were skipped, 8 in all ({name}); weights and states are unchanged"]
-    assert told[10] == [f"halfstep: this step was skipped, 10 in all ({name}); weights and states are unchanged"]
+    assert told[10] == [f"halfstep: a step was skipped, 10 in all ({name}); weights and states are unchanged"]
 
 
 @pytest.mark.parametrize("build", [hs.AdamW, FOREIGN["SGD"]], ids=["halfstep", "foreign"])
@@ -101,7 +101,7 @@ def test_a_report_that_is_an_error_ends_a_whole_step(build):
     overflow(optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning, match="this step was skipped"):
+        with pytest.raises(RuntimeWarning, match="a step was skipped"):
             scaler.step(optimizer)
     with pytest.raises(RuntimeError, match=r"step\(\) was already called"):
         scaler.step(optimizer)

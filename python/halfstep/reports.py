@@ -76,7 +76,7 @@ class StepReports:
         skips, heals, healed = self._skips, self._heals, outcome.healed()
         skip_is_told, heal_is_told = skips.is_told(outcome.was_skipped()), heals.is_told(healed > 0)
         if skip_is_told:
-            row = f"{skips.length} steps in a row were skipped" if skips.length > 1 else "this step was skipped"
+            row = f"{skips.length} steps in a row were skipped" if skips.length > 1 else "a step was skipped"
             warn(
                 f"halfstep: {row}, {skips.in_all} in all ({_cause([outcome])}); weights and states are unchanged",
                 RuntimeWarning,
