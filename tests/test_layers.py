@@ -25,7 +25,7 @@ LAYERS = [
     ["optim", "scaler", "attention", "nn", "cast", "gradients"],
     ["fused_adam"],
     ["step_table", "states", "reports", "loss_scale"],
-    ["shards", "host_states", "outcomes"],
+    ["shards", "host_states", "outcomes", "wrappers"],
     ["ops"],
     ["reference", "triton_kernels", "_cpu", "_cuda", "_cuda_emulated"],
     ["_version"],

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .fused_adam import FusedAdam
+from .wrappers import PassedOn
 
 __all__ = ["Adam", "AdamW"]
 
@@ -27,6 +28,12 @@ class Adam(FusedAdam):
         >>> weight.tolist() == [weight[0].item()] * 3
         True
     """
+
+    # All that a scaler or a user may write while training, perhaps through a trainer's wrapper.
+    grad_scale = PassedOn()  # type: ignore[assignment]
+    found_inf = PassedOn()  # type: ignore[assignment]
+    max_grad_norm, skip_nonfinite, on_stale = PassedOn(), PassedOn(), PassedOn()
+    stochastic_rounding, seed, backend = PassedOn(), PassedOn(), PassedOn()
 
     def __init__(
         self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,

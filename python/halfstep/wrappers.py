@@ -1,0 +1,40 @@
+"""Attributes that reach an optimizer through a trainer's wrapper around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class PassedOn:
+    """An attribute that a wrapper imitating the optimizer's class passes on, in both directions.
+
+    Lightning's and Fabric's wrappers derive from the optimizer's class and hold the optimizer as `.optimizer`:
+    isinstance() and reading work, but what is written stays on the wrapper, and the step inside never sees it. A scaler
+    would hand over its scale in vain and the gradients would be taken as they are, scaled.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
+        if optimizer is None:
+            return self
+        try:
+            return vars(_innermost(optimizer))[self._name]
+        except KeyError:
+            raise AttributeError(f"{type(optimizer).__name__!r} has no {self._name!r} now", name=self._name) from None
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        vars(_innermost(optimizer))[self._name] = value
+
+    def __delete__(self, optimizer: Any) -> None:
+        self.__get__(optimizer)  # an AttributeError if it is not there
+        del vars(_innermost(optimizer))[self._name]
+
+
+def _innermost(optimizer: Any) -> Any:
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
