@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,3 +28,23 @@ if WORKERS > 1:
 def root() -> Path:
     """The source tree."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens a connection fails."""
+
+    def refuse(_: socket.socket, address: Any) -> None:
+        raise AssertionError(f"a test connects to {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps its precision, accumulation and device for the whole process: each test starts and ends bare."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)

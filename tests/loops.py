@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 from adversarial import FLOAT32, generator
 from bits import assert_same_bits
@@ -56,13 +54,3 @@ def assert_same_tree(got: Any, expected: Any) -> None:
             assert_same_bits(mine[name], value, name)
         else:
             assert mine[name] == value, name
-
-
-@pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever opens a connection fails."""
-
-    def refuse(self: socket.socket, address: Any) -> None:
-        raise AssertionError(f"a test connects to {address}")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)

@@ -59,6 +59,38 @@ def test_python_and_the_command(pyproject: dict[str, Any]) -> None:
     assert pyproject["project"]["scripts"] == {"halfstep": "halfstep.cli:main"}
 
 
+def test_the_trainers_are_there_wherever_their_tests_run(pyproject: dict[str, Any], root: Path) -> None:
+    """`make test` installs them with lower bounds; `make versions` leaves them and their tests out."""
+    extras = pyproject["project"]["optional-dependencies"]
+    trainers = {Requirement(r).name: [s.operator for s in Requirement(r).specifier] for r in extras["integrations"]}
+    assert trainers == {name: [">="] for name in ("accelerate", "lightning", "transformers")}
+    importing = {path.name for path in (root / "tests").glob("test_*.py") if imports_any(path, {*trainers})}
+    assert importing
+    assert importing == {path.name for path in (root / "tests").glob("test_trainer_*.py")}
+    assert "--editable '.[test]'" in (root / "Makefile").read_text(encoding="utf-8")
+    assert everything_in("test", extras) > {*trainers, "pytest"}
+    versions = (root / "tests" / "versions.py").read_text(encoding="utf-8")
+    assert '"test_trainer_*.py"' in versions
+    assert "[test-core]" in versions
+    assert not everything_in("test-core", extras) & {*trainers}
+
+
+def everything_in(extra: str, extras: dict[str, list[str]]) -> set[str]:
+    """Names of the packages that halfstep[extra] brings, through extras that it names."""
+    found = set()
+    for requirement in map(Requirement, extras[extra]):
+        for inner in requirement.extras if requirement.name == "halfstep" else ():
+            found |= everything_in(inner, extras)
+        found.add(requirement.name)
+    return found - {"halfstep"}
+
+
+def imports_any(path: Path, packages: set[str]) -> bool:
+    return bool(
+        re.search(rf"^(?:from|import) (?:{'|'.join(packages)})\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+
+
 # ---- Makefile --------------------------------------------------------------------------------------------------------
 def make(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """GNU make as from a fresh shell: not as a part of the `make test` that may run this, nor with its variables."""

@@ -8,7 +8,6 @@ starts its states again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState
 from adversarial import BFLOAT16, FLOAT16, FLOAT32
-from loops import assert_same_tree, loss_of, offline, tiny_model  # noqa: F401
+from loops import assert_same_tree, loss_of, tiny_model
 from optimizer_runs import assert_same, held
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
@@ -26,15 +24,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import halfstep as hs
 
 STEPS, CLIP = 10, 0.25
-pytestmark = pytest.mark.usefixtures("offline", "fresh_state")
-
-
-@pytest.fixture
-def fresh_state() -> Iterator[None]:
-    """accelerate keeps its precision and accumulation for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("offline", "fresh_accelerate")
 
 
 class Run:

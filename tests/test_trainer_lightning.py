@@ -15,7 +15,7 @@ import torch
 from adversarial import BFLOAT16, FLOAT32
 from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, ModelCheckpoint
 from lightning_runs import CLIP, MARKS, STEPS, Batches, Module, built, fit, optimizer_of, outcome
-from loops import assert_same_tree, loss_of, offline, tiny_model  # noqa: F401
+from loops import assert_same_tree, loss_of, tiny_model
 from torch import nn
 
 import halfstep as hs

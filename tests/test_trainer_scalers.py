@@ -16,7 +16,7 @@ from adversarial import BFLOAT16, FLOAT16
 from lightning.fabric import Fabric
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_runs import CLIP, MARKS, STEPS, Module, built, fit, outcome
-from loops import assert_same_tree, loss_of, offline, tiny_model  # noqa: F401
+from loops import assert_same_tree, loss_of, tiny_model
 from optimizer_runs import assert_same, held
 
 import halfstep as hs
