@@ -7,16 +7,24 @@ profiler that the fused step goes past, states that are made for frozen weights 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from adversarial import BFLOAT16, FLOAT32
 from bits import assert_all_same_bits
 from loops import CLASSES, INPUTS, assert_same_tree, loss_of, tiny_model
 from optimizer_runs import assert_as_good_as, assert_same, held, saved_and_loaded
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
@@ -124,6 +132,26 @@ def test_the_profiler_sees_the_step() -> None:
     assert count == 3
 
 
+def test_a_step_inside_the_backward_pass() -> None:
+    """One optimizer a weight, stepped as soon as its gradient is complete: the bits of one step for all."""
+    model, plain = tiny_model(BFLOAT16), tiny_model(BFLOAT16)
+    optimizer = hs.AdamW(plain.parameters(), lr=LR)
+    each = {p: hs.AdamW([p], lr=LR) for p in model.parameters()}
+
+    def finish(p: torch.Tensor) -> None:
+        each[p].step()
+        each[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(finish)
+    for t in range(4):
+        loss_of(model, t).backward()
+    steps(plain, optimizer, range(4))
+    assert all(p.grad is None for p in model.parameters())
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same_tree({"weight": p.detach(), **each[p].state[p]}, {"weight": q.detach(), **optimizer.state[q]})
+
+
 # ---- tied, frozen, named ---------------------------------------------------------------------------------------------
 class Tied(nn.Module):
     """A character model whose output matrix is its embedding."""
@@ -139,9 +167,9 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.body(self.embedding(x.argmax(dim=1)))))[:, :CLASSES]
 
 
-def tied(dtype: torch.dtype = FLOAT32) -> Tied:
+def tied(dtype: torch.dtype, seed: int = 1) -> Tied:
     with torch.random.fork_rng():
-        torch.manual_seed(1)
+        torch.manual_seed(seed)
         return Tied().to(dtype)
 
 
@@ -198,3 +226,20 @@ def test_a_checkpoint_by_parameter_name(options: dict[str, Any], flatten: bool) 
     steps(other, new, range(3, 6))
     assert_same(held(new), held(optimizer))
     assert_all_same_bits(list(other.parameters()), list(model.parameters()), "weights")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is .*assuming the intent is to:UserWarning")
+@pytest.mark.parametrize("options", MASTERS.values(), ids=MASTERS)
+def test_a_distributed_checkpoint_on_disk(options: dict[str, Any], tmp_path: Path) -> None:
+    """One process writes it, a new one with other weights fills its own tensors from it."""
+    model, other = tied(BFLOAT16), tied(BFLOAT16, seed=2)
+    optimizer, new = (hs.AdamW(m.parameters(), lr=LR, **options) for m in (model, other))
+    steps(model, optimizer, range(3))
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path)
+    weights, states = get_state_dict(other, new)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=tmp_path)
+    set_state_dict(other, new, model_state_dict=weights, optim_state_dict=states)
+    steps(model, optimizer, range(3, 6))
+    steps(other, new, range(3, 6))
+    assert_same(held(new), held(optimizer))

@@ -169,3 +169,17 @@ def test_our_scaler_with_the_optimizer_inside() -> None:
     assert scaler.state_dict() == plain.state_dict()
     expected = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     assert_same_tree({key: run.outcome()[key] for key in expected}, expected)
+
+
+def test_a_registered_scaler_is_saved_with_the_run(tmp_path: Path) -> None:
+    run, scaler = Run(FLOAT16), hs.LossScaler(init_scale=256.0, growth_interval=1)
+    run.accelerator.register_for_checkpointing(scaler)
+    scaler.scale(loss_of(run.model, 0)).backward()
+    scaler.step(run.optimizer)
+    scaler.update()
+    run.accelerator.save_state(str(tmp_path))
+    again, fresh = Run(FLOAT16), hs.LossScaler(growth_interval=1)
+    again.accelerator.register_for_checkpointing(fresh)
+    again.accelerator.load_state(str(tmp_path))
+    assert fresh.get_scale() == 512.0
+    assert fresh.state_dict() == scaler.state_dict()

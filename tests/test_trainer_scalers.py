@@ -7,6 +7,7 @@ would be taken as they are, scaled; Adam hardly shows it, but for eps, clipping 
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,23 @@ def test_fabric_with_a_scaler_and_its_checkpoint(kind: str, tmp_path: Path) -> N
     expected, plain = plain_loop()
     assert scaler.get_scale() == plain.get_scale()
     assert_same_tree({key: run[key].state_dict() for key in ("model", "optimizer")}, expected)
+
+
+def test_every_setting_of_the_optimizer_is_passed_on() -> None:
+    """All arguments that are no group's, and what a scaler hands over."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = tiny_model()
+    inside = hs.AdamW(model.parameters())
+    _, wrapper = fabric.setup(model, inside)
+    settings = inspect.signature(hs.AdamW).parameters.keys() - {"params", *inside.defaults}
+    assert "max_grad_norm" in settings
+    for name in (*settings, "grad_scale", "found_inf"):
+        value = object()
+        setattr(wrapper, name, value)
+        assert getattr(inside, name) is value, name
+        assert getattr(wrapper, name) is value, name
+        delattr(wrapper, name)
+        assert not hasattr(inside, name), name
 
 
 def test_what_is_written_to_a_wrapper_counts() -> None:
