@@ -21,10 +21,12 @@ class PassedOn:
     def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
         if optimizer is None:
             return self
-        try:
-            return vars(_innermost(optimizer))[self._name]
-        except KeyError:
-            raise AttributeError(f"{type(optimizer).__name__!r} has no {self._name!r} now", name=self._name) from None
+        held = vars(optimizer)
+        if self._name not in held:  # the usual case is the optimizer itself; several of these are read in every step
+            held = vars(_innermost(optimizer))
+        if self._name not in held:
+            raise AttributeError(f"{type(optimizer).__name__!r} has no {self._name!r} now")
+        return held[self._name]
 
     def __set__(self, optimizer: Any, value: Any) -> None:
         vars(_innermost(optimizer))[self._name] = value
