@@ -34,9 +34,9 @@ LR = 1e-2
 MASTERS: dict[str, dict[str, Any]] = {"master": {}, "split": {"master": "split"}}
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range) -> None:
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, which: range, *, set_to_none: bool = True) -> None:
     for t in which:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
         loss_of(model, t).backward()
         optimizer.step()
 
@@ -173,11 +173,12 @@ def tied(dtype: torch.dtype, seed: int = 1) -> Tied:
         return Tied().to(dtype)
 
 
-def test_tied_weights_move_once_and_stay_tied() -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_tied_weights_move_once_and_stay_tied(set_to_none: bool) -> None:
     def run(cls: type[torch.optim.Optimizer], dtype: torch.dtype, options: dict[str, Any]) -> nn.Module:
         model = tied(dtype)
         optimizer = cls(model.parameters(), lr=LR, **options)
-        steps(model, optimizer, range(10))
+        steps(model, optimizer, range(10), set_to_none=set_to_none)
         assert model.head.weight is model.embedding.weight
         assert len(optimizer.state) == 3
         assert {float(state["step"]) for state in optimizer.state.values()} == {10.0}
