@@ -15,16 +15,19 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import states
+from .hyper import GroupNumbers, adam_group, number
 from .ops.layout import NARROW, check_tensor
-from .ops.optimizer import AdamGroup, StepInputs
+from .ops.optimizer import StepInputs
 from .ops.overlap import check_writable
 from .outcomes import StepOutcome
 from .reports import StepReports, parameter_names, warn
 from .shards import first_index, local
+from .state_map import StateMap
 from .step_table import StepTable
 
 _MODES = ("master", "state_dtype")  # of a group; the next are the whole optimizer's
 _SETTINGS = ("stochastic_rounding", "seed", "max_grad_norm", "skip_nonfinite", "on_stale", "backend")
+_TABLES = 4  # kept at a time
 _NO_GRADIENT = "differentiable=True: the fused step has no gradient; use torch.optim for that"
 
 
@@ -59,17 +62,19 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _check_settings(self) -> None:
         """Of the optimizer, at every step: they are plain attributes that may be set at any time."""
-        if self.max_grad_norm is not None and not number(self.max_grad_norm, "max_grad_norm") >= 0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm}: expected None or a number >= 0")
-        if self.skip_nonfinite not in (None, True, False):
-            raise ValueError(f"skip_nonfinite={self.skip_nonfinite!r}: expected None, True or False")
-        if self.on_stale not in ("refresh", "ignore"):
-            raise ValueError(f"on_stale={self.on_stale!r}: expected 'refresh' or 'ignore'")
+        max_norm, skip, on_stale = map(vars(self).__getitem__, ("max_grad_norm", "skip_nonfinite", "on_stale"))
+        if max_norm is not None and not number(max_norm, "max_grad_norm") >= 0:
+            raise ValueError(f"max_grad_norm={max_norm}: expected None or a number >= 0")
+        if skip not in (None, True, False):
+            raise ValueError(f"skip_nonfinite={skip!r}: expected None, True or False")
+        if on_stale not in ("refresh", "ignore"):
+            raise ValueError(f"on_stale={on_stale!r}: expected 'refresh' or 'ignore'")
 
     def _forget(self) -> None:
         """Drops all that can be rebuilt: the cached tables, the last step's results, the running reports."""
         self._reports = StepReports()
-        self._cached: StepTable | None = None
+        self._tables: list[StepTable] = []  # the last used first
+        self._numbers = GroupNumbers()
         self._told_of_lost_updates = False
         self._nothing_done()
 
@@ -100,7 +105,6 @@ class FusedAdam(torch.optim.Optimizer):
             raise
         if isinstance(group["lr"], Tensor):  # torch shares the caller's tensor between groups, and between optimizers
             group["lr"] = group["lr"].clone()
-        self._cached = None
 
     def _check_memory(self) -> None:
         check_writable([local(p) for group in self.param_groups for p in group["params"]], self.names())
@@ -112,7 +116,7 @@ class FusedAdam(torch.optim.Optimizer):
             raise ValueError(f"{where}: {', '.join(misplaced)} cannot differ between groups; pass it to the optimizer")
         if group["differentiable"]:
             raise ValueError(f"{where}: {_NO_GRADIENT}")
-        self._hyper(group, index)
+        adam_group(group, index)
         if group["state_dtype"] not in states.STATE_DTYPES:
             raise ValueError(
                 f"{where}: state_dtype={group['state_dtype']!r}: this version has torch.float32 and torch.bfloat16"
@@ -161,68 +165,71 @@ class FusedAdam(torch.optim.Optimizer):
             self._nothing_done()
             return loss
         self._check_settings()
-        groups = [self._hyper(group, index) for index, group in enumerate(self.param_groups)]
-        inputs = self._inputs(table)
-        result, first_bad = table.run(groups, inputs, self.backend)
+        result, first_bad = table.run(self._numbers(self.param_groups), self._inputs(table), self.backend)
         self.grad_norm, self.skipped, self.healed = result
         self.outcome = StepOutcome(self.skipped, first_bad, table.names.__getitem__, self.healed)
         self._reports.add(self.outcome)
         return loss
 
-    def _hyper(self, group: dict[str, Any], index: int) -> AdamGroup:
-        """The group's numbers, checked at every step: schedulers and users write them at any time."""
-        lr, eps, weight_decay = (
-            number(group[key], f"parameter group {index}: {key}") for key in ("lr", "eps", "weight_decay")
-        )
-        for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"parameter group {index}: {key}={value}: expected a finite number >= 0")
-        betas = group["betas"]
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise ValueError(f"parameter group {index}: betas={betas!r}: expected two numbers in [0, 1)")
-        beta1, beta2 = (number(beta, f"parameter group {index}: betas") for beta in betas)
-        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-            raise ValueError(f"parameter group {index}: betas={betas}: expected two numbers in [0, 1)")
-        decoupled = bool(group["decoupled_weight_decay"])
-        return AdamGroup(lr, beta1, beta2, eps, weight_decay, decoupled, bool(group["maximize"]))
-
     def _inputs(self, table: StepTable) -> StepInputs:
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        held = vars(self)  # directly: see wrappers.py, which costs a little
+        scale, found_inf, max_norm = held.get("grad_scale"), held.get("found_inf"), held["max_grad_norm"]
         scaled = scale is not None or found_inf is not None
-        max_norm = None if self.max_grad_norm is None else number(self.max_grad_norm, "max_grad_norm")
-        skip = self.skip_nonfinite
+        skip = held["skip_nonfinite"]
         if skip is None or scaled:
-            skip = scaled or self.max_grad_norm is not None or table.any_narrow
+            skip = scaled or max_norm is not None or table.any_narrow
         return StepInputs(
-            scale=scale, max_norm=max_norm, skip_nonfinite=skip, found_inf=found_inf,
-            seed=self.seed, stochastic_weight=self.stochastic_rounding, heal=self.on_stale == "refresh",
+            scale=scale, max_norm=None if max_norm is None else number(max_norm, "max_grad_norm"), skip_nonfinite=skip,
+            found_inf=found_inf, seed=held["seed"], stochastic_weight=held["stochastic_rounding"],
+            heal=held["on_stale"] == "refresh",
         )  # fmt: skip
 
     def _table(self) -> StepTable:
-        """The rows of all parameters that have a gradient, cached until something moves."""
-        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
-        grads = [p.grad for p in params]
-        missing = [g is None for g in grads]
+        """The rows of all parameters that have a gradient, kept until something moves; their gradients are set.
+
+        Several tables are kept: layers that take turns in getting a gradient each have theirs.
+        """
+        lists = [group["params"] for group in self.param_groups]
+        params = lists[0] if len(lists) == 1 and type(lists[0]) is list else list(chain.from_iterable(lists))
         modes: list[Any] = [self.backend, self.stochastic_rounding]
         for group in self.param_groups:
             modes += (len(group["params"]), group["amsgrad"], group["master"], group["state_dtype"])
-        if self._cached is None or not self._cached.matches(params, missing, self._held(), modes):
+        state = self.own_states()
+        for k, table in enumerate(self._tables):
+            if table.ready(params, modes, state):
+                self._tables.insert(0, self._tables.pop(k))
+                return table
+        return self._table_after_a_close_look(params, modes, state)
+
+    def _table_after_a_close_look(self, params: list[Tensor], modes: list[Any], state: StateMap) -> StepTable:
+        params = list(params)  # the group's own may change
+        grads = [p.grad for p in params]
+        missing = [g is None for g in grads]
+        held = _values(state)
+        kept = [table for table in self._tables if table.belongs(params, held, modes)]
+        table = next((table for table in kept if table.fits(params, missing)), None)
+        if table is None:
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.grad is not None:
-                        states.complete(p, self.state[p], group, self._rounds(p, group))
-            self._cached = StepTable(self, params, missing, self._held(), modes)
-        self._cached.set_grads(grads)
-        return self._cached
+                        states.complete(p, state.own_state(p), group, self._rounds(p, group))
+            table = StepTable(self, params, missing, _values(state), modes)
+        self._tables[:] = [table, *(other for other in kept if not other.replaced_by(table))][:_TABLES]
+        table.set_grads(grads)
+        table.settle(params, state)
+        return table
 
-    def _held(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self.state.values())))
+    def own_states(self) -> StateMap:
+        """`self.state`, which anyone may have replaced, as a StateMap."""
+        if type(self.state) is not StateMap:
+            self.state = StateMap(self.state)
+        return self.state
 
     # ---- state -----------------------------------------------------------------------------------------------------
     def refresh_masters(self) -> None:
         """Rebuilds every master from its weight: after someone wrote into the parameters on purpose."""
         with torch.no_grad():
-            for param, state in self.state.items():
+            for param, state in self.own_states().own_items():
                 states.refresh_master(param, state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -268,10 +275,12 @@ class FusedAdam(torch.optim.Optimizer):
             param: states.imported(param, saved, group, self._rounds(param, group), name)
             for saved, group, param, name in found
         }
-        self.state.clear()
-        self.state.update(loaded)
+        own = self.own_states()
+        own.own_clear()
+        for param, state in loaded.items():
+            own.own_put(param, state)
+        self._tables.clear()  # in place: a trainer's wrapper shares the list
         self.param_groups[:] = groups
-        self._cached = None
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -284,15 +293,8 @@ class FusedAdam(torch.optim.Optimizer):
         self._built = True
 
 
-def number(value: Any, name: str) -> float:
-    """A number or 1-element tensor as float; TypeError or ValueError if it is neither."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{name} must have one element, got shape {tuple(value.shape)}")
-        return float(value)
-    if isinstance(value, (int, float)) or hasattr(type(value), "__float__"):
-        return float(value)
-    raise TypeError(f"{name}={value!r}: expected a number or a 1-element tensor, got {type(value).__name__}")
+def _values(state: StateMap) -> list[Any]:
+    return list(chain.from_iterable(dict.values(held) for _, held in state.own_items()))
 
 
 def _merged(

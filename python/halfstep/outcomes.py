@@ -19,18 +19,21 @@ class HostCopy:
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        self._on_host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-        # an event on the stream of the copy: torch.Event.record() would take that of the current device
         away = {t.device for t in tensors if not _is_host(t.device)}
+        self._on_host = [t.to("cpu", non_blocking=True) for t in tensors] if away else tensors
+        # an event on the stream of the copy: torch.Event.record() would take that of the current device
         self._arrivals = [torch.accelerator.current_stream(device).record_event() for device in away]
+        self._values: list[Any] | None = None
 
     def ready(self) -> bool:
         return all(event.query() for event in self._arrivals)
 
     def values(self) -> list[Any]:
-        for event in self._arrivals:
-            event.synchronize()
-        return [tensor.tolist() for tensor in self._on_host]
+        if self._values is None:
+            for event in self._arrivals:
+                event.synchronize()
+            self._values = [tensor.tolist() for tensor in self._on_host]
+        return self._values
 
 
 def _is_host(device: torch.device) -> bool:

@@ -13,6 +13,7 @@ from .ops.layout import NARROW
 from .ops.optimizer import AdamGroup, AdamRow, AdamStep, StepInputs, StepResult
 from .outcomes import first_of_all
 from .shards import first_index, is_sharded, local, ranks
+from .state_map import StateMap
 
 if TYPE_CHECKING:
     from .fused_adam import FusedAdam
@@ -54,20 +55,51 @@ class StepTable:
             for place in self._places
         ]
 
+        self._quick = False
+
     def __bool__(self) -> bool:
         return bool(self._active)
 
-    def matches(self, params: list[Tensor], missing: list[bool], held: list[Any], modes: list[Any]) -> bool:
-        """True if these are the same parameters and states, where they were."""
+    def belongs(self, params: list[Tensor], held: list[Any], modes: list[Any]) -> bool:
+        """True if the optimizer still has these parameters and states. Otherwise the table only keeps memory alive."""
         return (
-            missing == self._missing
-            and modes == self._modes
+            modes == self._modes
             and len(params) == len(self._params)
             and len(held) == len(self._held)
             and all(map(is_, params, self._params))
             and all(map(is_, held, self._held))
+        )
+
+    def fits(self, params: list[Tensor], missing: list[bool]) -> bool:
+        """True if the same of these parameters have a gradient and every tensor is where it was."""
+        return (
+            missing == self._missing
             and all(local(params[i]) is part for i, part in zip(self._sharded, self._locals, strict=True))
             and not any(step.stale() for step in self._steps)
+        )
+
+    def replaced_by(self, other: StepTable) -> bool:
+        """True if both are for the same gradients."""
+        return self._missing == other._missing
+
+    def settle(self, params: list[Tensor], state: StateMap) -> None:
+        """Remembers, after a close look, what `ready` may take for granted until somebody gets hold of a state."""
+        self._state, self._changes, self._handed_out = state, state.changes, len(state.handed_out)
+        rows = [-1] * len(params)
+        for row, i in enumerate(self._active):
+            rows[i] = row
+        looked_at = [state.own_state(param) for param in state.handed_out if param in state]
+        self._quick = len(self._steps) == 1 and not self._sharded and self._steps[0].watch(params, rows, looked_at)
+
+    def ready(self, params: list[Tensor], modes: list[Any], state: StateMap) -> bool:
+        """True in the usual case: nothing has changed, and the gradients are set. False only says: look closely."""
+        return (
+            self._quick
+            and state is self._state
+            and state.changes == self._changes
+            and len(state.handed_out) == self._handed_out
+            and modes == self._modes
+            and self._steps[0].read(params)
         )
 
     def set_grads(self, grads: Sequence[Tensor | None]) -> None:
@@ -92,6 +124,8 @@ class StepTable:
                 )
             total, first_bad = self._stats(inputs.scale, forced)
             inputs = inputs._replace(sum_squares=total, first_bad=first_bad)
+        if len(self._steps) == 1 and inputs.scale is None and inputs.found_inf is None:
+            return self._steps[0].update(groups, inputs), first_bad  # all are on the one device already
         results = [step.update(groups, _on(inputs, step)) for step in self._steps]
         healed = sum((r.healed.to(results[0].healed.device) for r in results[1:]), results[0].healed)
         return results[0]._replace(healed=healed), first_bad
@@ -105,21 +139,14 @@ class StepTable:
 
 
 def _on(inputs: StepInputs, step: AdamStep) -> StepInputs:
-    device = step.rows[0].param.device
-
-    def here(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value.to(device)
-
-    return inputs._replace(
-        scale=here(inputs.scale),
-        sum_squares=here(inputs.sum_squares),
-        first_bad=here(inputs.first_bad),
-        found_inf=here(inputs.found_inf),
-    )
+    """With its tensors on the device of the rows."""
+    names = ["scale", "sum_squares", "first_bad", "found_inf"]
+    away = {name: value.to(step.device) for name in names if (value := getattr(inputs, name)) is not None}
+    return inputs._replace(**away)
 
 
 def _row(optimizer: FusedAdam, group: int, param: Tensor, position: int) -> AdamRow:
-    state = optimizer.state[param]
+    state = optimizer.own_states().own_state(param)
     master = state.get("master", state.get("remainder"))
     amsgrad = optimizer.param_groups[group]["amsgrad"]
     return AdamRow(

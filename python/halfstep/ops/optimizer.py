@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class AdamStep:
         self, rows: Sequence[AdamRow], names: Sequence[str], forced: str | None, *, stochastic_weight: bool
     ) -> None:
         self.rows, self._names, self._forced = list(rows), list(names), forced
-        self._device = rows[0].param.device
+        self.device = rows[0].param.device
         self._params = [row.param for row in rows]
         self._tensors = [t for row in rows for t in row[:5] if isinstance(t, Tensor)]
         self._counters = [row.step for row in rows]
@@ -102,12 +103,12 @@ class AdamStep:
         self._usual = [(True, param.numel(), False) for param in self._params]
         self._grads_seen = False
         self._facts = self._current()
-        self._backend = backend.choose(self._device, forced)
+        self._backend = backend.choose(self.device, forced)
         self._plan = self._backend.AdamPlan(work)
 
     def stale(self) -> bool:
         """True if a tensor moved or changed size, dtype or layout (p.data = ..., set_, t_), or the backend changed."""
-        return self._facts != self._current() or backend.choose(self._device, self._forced) is not self._backend
+        return self._facts != self._current() or backend.choose(self.device, self._forced) is not self._backend
 
     def _current(self) -> tuple:
         """Runs every step for every tensor: what costs is each tensor's first touch (a cache miss), hence one pass."""
@@ -117,6 +118,24 @@ class AdamStep:
         )
         strides = [(t.shape, t.stride()) for t in self._strided]
         return list(facts), list(map(_pointer, self._counters)), strides
+
+    def watch(self, params: list[Tensor], rows: list[int], states: list[dict[str, Any]]) -> bool:
+        """From here on `read` may be used. False if this backend or these tensors do not allow it.
+
+        Args:
+            params: all parameters of the optimizer, also those without a gradient. rows: which row each is, or -1.
+            states: those that somebody else may have changed.
+        """
+        watch = getattr(self._plan, "watch", None)
+        return watch is not None and self._all_contiguous and not self._staged and watch(params, rows, states)
+
+    def read(self, params: list[Tensor]) -> bool:
+        """In place of `stale` and `set_grads`, in the usual case: the backend finds nothing changed, and the gradients.
+
+        False if it cannot tell.
+        """
+        self._grads, self._logical = [], None
+        return backend.choose(self.device, self._forced) is self._backend and self._plan.read(params)
 
     def set_grads(self, grads: Sequence[Tensor]) -> None:
         """This step's gradients, in the order of the rows; brought into the rows' layout where they differ."""
@@ -139,7 +158,7 @@ class AdamStep:
                 and list(zip(map(_contiguous, grads), map(_size, grads), map(_negated, grads), strict=True))
                 == self._usual
                 and set(map(_dtype, grads)) <= _DTYPE_SET
-                and set(map(_device, grads)) == {self._device}
+                and set(map(_device, grads)) == {self.device}
             )
         except RuntimeError:  # a sparse gradient has no storage to ask about; _check_grad names it
             return False

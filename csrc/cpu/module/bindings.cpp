@@ -1,0 +1,126 @@
+// The Python module halfstep._cpu: integers in (addresses, sizes, dtype codes), numbers out. Torch-free: ops/ owns what raw
+// pointers lose (lifetimes, layouts, version counters). Sizes, codes and list lengths are checked here all the same: a
+// caller's mistake must be an exception, never an access out of bounds.
+#include "adam_plan.h"
+#include "arguments.h"
+#include "tensor_reader.h"
+
+namespace halfstep {
+namespace {
+
+std::pair<double, int64_t> bind_grad_stats(const Addresses& grad, const Integers& numel, const Integers& dtype,
+                                           double factor, int threads, const std::string& isa) {
+  const std::vector<TensorRef> grads = tensors(grad, numel, dtype);
+  const Run run = run_with(threads, isa);
+  const py::gil_scoped_release nogil;
+  const GradStats s = grad_stats(grads, rounded(factor), run);
+  return {s.sum_squares, s.first_nonfinite};
+}
+
+int64_t bind_scale(const Addresses& data, const Integers& numel, const Integers& dtype, double factor, int threads,
+                   const std::string& isa) {
+  const std::vector<TensorRef> list = tensors(data, numel, dtype);
+  const Run run = run_with(threads, isa);
+  const py::gil_scoped_release nogil;
+  return scale(list, rounded(factor), run);
+}
+
+void bind_cast(const Addresses& dst, const Integers& dst_dtype, const Addresses& src, const Integers& src_dtype,
+               const Integers& numel, bool stochastic, uint32_t seed, int threads, const std::string& isa) {
+  check_length("src", src.size(), dst.size());
+  const std::vector<TensorRef> to = tensors(dst, numel, dst_dtype), from = tensors(src, numel, src_dtype);
+  const Run run = run_with(threads, isa);
+  const py::gil_scoped_release nogil;
+  cast(to, from, stochastic, seed, run);
+}
+
+py::tuple bind_decide(double sum_squares, float scale, double max_norm, bool nonfinite, bool skip_nonfinite,
+                      bool found_inf) {
+  const IeeeMode mode;
+  const StepDecision d =
+      decide({pinned(sum_squares), pinned(scale), pinned(max_norm), nonfinite, skip_nonfinite, found_inf});
+  return py::make_tuple(d.norm, static_cast<double>(d.grad_factor), d.skip);
+}
+
+double bind_inverse(float scale) {
+  const IeeeMode mode;
+  return pinned(static_cast<double>(inverse(pinned(scale))));
+}
+
+py::tuple bind_scalars(const Group& group, int64_t t) {
+  const IeeeMode mode;
+  const AdamScalars s = adam_scalars(group_from(group), t);
+  std::vector<double> fields = {s.beta1,        s.one_minus_beta1, s.beta2,     s.one_minus_beta2,      s.eps,
+                                s.weight_decay, s.decay,           s.step_size, s.sqrt_bias_correction2};
+  return py::tuple(py::cast(fields));
+}
+
+// (address, torch's number of the dtype, sizes), or None for what cannot be read.
+py::object bind_facts(const TensorReader& reader, py::handle tensor) {
+  TensorFacts facts;
+  const TensorReader::Handle handle = reader.tensor(tensor.ptr());
+  if (!handle || !reader.read(handle, facts)) return py::none();
+  const std::vector<int64_t> sizes(facts.sizes, facts.sizes + facts.dims);
+  return py::make_tuple(reinterpret_cast<uintptr_t>(facts.data), facts.dtype, sizes);
+}
+
+// The address of the implementation of the tensor's gradient (its ._cdata), 0 if it has none.
+uint64_t bind_grad(const TensorReader& reader, py::handle tensor) {
+  const TensorReader::Handle handle = reader.tensor(tensor.ptr());
+  if (!handle) refuse("expected a torch.Tensor or Parameter");
+  const TensorReader::Handle grad = reader.grad(handle);
+  return grad ? *static_cast<const uintptr_t*>(grad) : 0;
+}
+
+void bind_probe(uint64_t p, uint64_t g, uint64_t m, uint64_t v, int64_t n, int threads, const std::string& isa) {
+  if (n < 0 || (n > 0 && (!p || !g || !m || !v))) refuse("probe needs four float32 buffers");
+  const Run run = run_with(threads, isa);
+  const py::gil_scoped_release nogil;
+  probe(pointer<float>(p), pointer<float>(g), pointer<float>(m), pointer<float>(v), n, run);
+}
+
+}  // namespace
+}  // namespace halfstep
+
+PYBIND11_MODULE(_cpu, m) {
+  using namespace halfstep;
+  using py::arg;
+  m.doc() =
+      "halfstep's CPU kernels: SIMD chosen at run time, torch's own OpenMP threads. Call them through halfstep.ops.";
+  m.def("compiled_isas", &compiled_isas, "Instruction sets this build has code for, plainest first.");
+  m.def("supported_isas", &supported_isas, "Of those, the ones this machine runs; the last is the default.");
+  m.def("grad_stats", &bind_grad_stats, arg("grad"), arg("numel"), arg("dtype"), arg("factor"), arg("threads"),
+        arg("isa"));
+  m.def("scale_", &bind_scale, arg("data"), arg("numel"), arg("dtype"), arg("factor"), arg("threads"), arg("isa"));
+  m.def("cast_", &bind_cast, arg("dst"), arg("dst_dtype"), arg("src"), arg("src_dtype"), arg("numel"),
+        arg("stochastic"), arg("seed"), arg("threads"), arg("isa"));
+  m.def("decide", &bind_decide, arg("sum_squares"), arg("scale"), arg("max_norm"), arg("nonfinite"),
+        arg("skip_nonfinite"), arg("found_inf"));
+  m.def("inverse", &bind_inverse, arg("scale"));
+  m.def("adam_scalars", &bind_scalars, arg("group"), arg("t"));
+  m.def("probe_", &bind_probe, arg("p"), arg("g"), arg("m"), arg("v"), arg("n"), arg("threads"), arg("isa"));
+  py::class_<TensorReader>(m, "TensorReader")
+      .def(py::init([](const std::string& folder, py::handle tensor_type, py::handle parameter_type, py::handle probe,
+                       uint64_t implementation) {
+             return TensorReader(folder, tensor_type.ptr(), parameter_type.ptr(), probe.ptr(), implementation);
+           }),
+           arg("folder"), arg("tensor_type"), arg("parameter_type"), arg("probe"), arg("implementation"))
+      .def("facts", &bind_facts, arg("tensor"))
+      .def("grad", &bind_grad, arg("tensor"));
+  py::class_<StateWatch>(m, "StateWatch")
+      .def(py::init<const TensorReader&, const py::list&>(), arg("reader"), arg("states"))
+      .def("still", &StateWatch::still, arg("reader"), arg("states"));
+  py::class_<AdamPlan>(m, "AdamPlan")
+      .def(py::init<const Integers&, const Integers&, const Integers&, const Integers&, const Integers&,
+                    const Integers&>(),
+           arg("numel"), arg("first_index"), arg("param_id"), arg("group"), arg("param_dtype"), arg("state_dtype"))
+      .def("set_tensors", &AdamPlan::set_tensors, arg("param"), arg("exp_avg"), arg("exp_avg_sq"),
+           arg("max_exp_avg_sq"), arg("master"), arg("remainder"), arg("step"))
+      .def("set_grads", &AdamPlan::set_grads, arg("grad"), arg("dtype"))
+      .def("watch", &AdamPlan::watch, arg("reader"), arg("params"), arg("row"))
+      .def("read", &AdamPlan::read, arg("reader"), arg("params"))
+      .def("drop_grads", &AdamPlan::drop_grads)
+      .def("grad_stats", &AdamPlan::stats, arg("factor"), arg("threads"), arg("isa"))
+      .def("update", &AdamPlan::update, arg("groups"), arg("grad_factor"), arg("seed"), arg("stochastic_weight"),
+           arg("heal"), arg("threads"), arg("isa"));
+}

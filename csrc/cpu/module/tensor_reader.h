@@ -1,0 +1,86 @@
+// Reads where a Python torch.Tensor lies, at the speed of C++ and without a torch header: a step over thousands of small
+// tensors would otherwise spend most of its time asking Python for pointers. Of torch it uses the C interface that compiled
+// models rely on (aoti_torch_*) and two C++ functions that it lacks, all found in the libraries that are loaded already; where a
+// tensor object keeps its at::Tensor is found out, not assumed. Where any of this fails, ops/ asks from Python.
+#pragma once
+#include <Python.h>
+
+#include <cstdint>
+#include <string>
+
+#include "tensor_table.h"
+
+namespace halfstep {
+
+// What a raw pointer into a contiguous tensor depends on, in one cache line: a step compares thousands of them.
+struct TensorFacts {
+  static constexpr int kDims = 5;  // tensors of more are left to Python
+
+  const void* data = nullptr;
+  int64_t numel = 0;
+  int32_t dtype = -1;  // torch's number for it
+  int32_t dims = 0;
+  int64_t sizes[kDims];
+};
+
+class TensorReader {
+ public:
+  using Handle = const void*;  // the address of an at::Tensor
+
+  // `folder` has torch's libraries. `probe` is a tensor and `implementation` its ._cdata. Throws std::runtime_error if this
+  // torch cannot be read.
+  TensorReader(const std::string& folder, PyObject* tensor_type, PyObject* parameter_type, PyObject* probe,
+               uint64_t implementation);
+
+  // The tensor in a Python object, or null if it is of a subclass, which may be anything.
+  Handle tensor(PyObject* object) const {
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    if (type != parameter_type_ && type != tensor_type_) return nullptr;
+    return reinterpret_cast<const char*>(object) + offset_;
+  }
+
+  // The tensor's gradient, or null if it has none.
+  Handle grad(Handle tensor) const {
+    const Handle grad = grad_of_(*static_cast<const void* const*>(tensor));
+    bool defined;
+    return is_defined_(grad, &defined) || !defined ? nullptr : grad;
+  }
+
+  // False unless it is contiguous and lies in CPU memory as it is: not sparse, and nothing that is computed on reading.
+  bool read(Handle tensor, TensorFacts& facts) const;
+
+  // True if a tensor that was read still has the same facts.
+  bool still(Handle tensor, const TensorFacts& facts) const;
+
+  // True if `read` would succeed, with these sizes and a dtype that the kernels know.
+  bool is_like(Handle tensor, const TensorFacts& like, const void*& data, Dtype& dtype) const;
+
+  // A reference that keeps the tensor alive until it is released.
+  Handle keep(Handle tensor) const {
+    void* kept = nullptr;
+    return new_handle_(tensor, &kept) ? nullptr : kept;
+  }
+  void release(Handle kept) const { delete_handle_(kept); }
+
+ private:
+  bool is_plain(Handle tensor) const;
+  bool has_sizes(Handle tensor, const TensorFacts& facts) const;
+
+  PyObject *tensor_type_, *parameter_type_;  // borrowed: torch keeps its classes
+  Py_ssize_t offset_ = 0;                    // of the at::Tensor in the Python object
+  int32_t cpu_, strided_, dtypes_[kDtypes];
+  Handle (*grad_of_)(const void*);  // const at::Tensor& c10::TensorImpl::grad() const
+  bool (*is_negated_)(Handle);      // bool at::native::is_neg(const at::Tensor&)
+  int32_t (*is_defined_)(Handle, bool*);
+  int32_t (*new_handle_)(Handle, void**);
+  int32_t (*delete_handle_)(Handle);
+  int32_t (*device_type_of_)(Handle, int32_t*);
+  int32_t (*layout_of_)(Handle, int32_t*);
+  int32_t (*dtype_of_)(Handle, int32_t*);
+  int32_t (*dims_of_)(Handle, int64_t*);
+  int32_t (*sizes_of_)(Handle, int64_t**);
+  int32_t (*is_contiguous_)(Handle, bool*);
+  int32_t (*data_of_)(Handle, void**);
+};
+
+}  // namespace halfstep

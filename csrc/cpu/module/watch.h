@@ -1,0 +1,126 @@
+// Parameters and states that a plan has pointers into: are they still where they were? Only called with the GIL held. Python
+// objects are compared by address and never kept: ops/ keeps those it passes alive, and a cycle through C++ could not be
+// collected.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "../multi_tensor.h"
+#include "tensor_reader.h"
+
+namespace halfstep {
+
+namespace py = pybind11;
+
+// Tensors that stay alive though Python may let go of them while the kernels run without its lock.
+class KeptTensors {
+ public:
+  explicit KeptTensors(const TensorReader& reader) : reader_(reader) {}
+  ~KeptTensors() { drop(); }
+  KeptTensors(const KeptTensors&) = delete;
+
+  void add(TensorReader::Handle tensor) {
+    if (const TensorReader::Handle kept = reader_.keep(tensor)) kept_.push_back(kept);
+  }
+  void drop() {
+    for (const TensorReader::Handle tensor : kept_) reader_.release(tensor);
+    kept_.clear();
+  }
+
+ private:
+  const TensorReader reader_;  // a copy: this may outlive the Python object
+  std::vector<TensorReader::Handle> kept_;
+};
+
+// All parameters of an optimizer on one device, and which row of the plan each one is: -1 = it has no gradient.
+class ParamWatch {
+ public:
+  ParamWatch() = default;
+  ParamWatch(const TensorReader& reader, const py::list& params, const std::vector<int64_t>& row, size_t rows)
+      : params_(params.size()), rows_(rows) {
+    if (row.size() != params_.size()) throw std::invalid_argument("halfstep._cpu: one row per parameter, or -1");
+    for (size_t i = 0; i < params_.size(); ++i) {
+      if (row[i] >= static_cast<int64_t>(rows)) throw std::invalid_argument("halfstep._cpu: no such row");
+      params_[i].object = params[i].ptr();
+      params_[i].row = row[i];
+      const TensorReader::Handle tensor = reader.tensor(params_[i].object);
+      readable_ = readable_ && tensor && reader.read(tensor, params_[i].facts);
+    }
+  }
+
+  // The gradients, in the order of the rows; false if a parameter is another one or elsewhere, has a gradient where it had
+  // none or the reverse, or a gradient is not plain and contiguous. `kept` (null: not needed) takes what holds the memory.
+  bool read(const TensorReader& reader, const py::list& params, std::vector<TensorRef>& grads,
+            KeptTensors* kept) const {
+    if (!readable_ || params.size() != params_.size()) return false;
+    grads.resize(rows_);
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const Param& param = params_[i];
+      if (PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i)) != param.object) return false;
+      const TensorReader::Handle tensor = reader.tensor(param.object);
+      if (!tensor || !reader.still(tensor, param.facts)) return false;
+      const TensorReader::Handle grad = reader.grad(tensor);
+      if ((grad == nullptr) != (param.row < 0)) return false;
+      if (!grad) continue;
+      TensorRef& ref = grads[static_cast<size_t>(param.row)];
+      const void* data;
+      if (!reader.is_like(grad, param.facts, data, ref.dtype)) return false;
+      ref.data = const_cast<void*>(data);
+      ref.numel = param.facts.numel;
+      if (kept) kept->add(grad);
+    }
+    return true;
+  }
+
+ private:
+  struct Param {
+    PyObject* object;
+    int64_t row;
+    TensorFacts facts;
+  };
+  std::vector<Param> params_;
+  size_t rows_ = 0;
+  bool readable_ = true;
+};
+
+// Dictionaries of state tensors that somebody else may hold.
+class StateWatch {
+ public:
+  StateWatch(const TensorReader& reader, const py::list& states) : states_(states.size()) {
+    for (size_t i = 0; i < states_.size(); ++i) {
+      PyObject *key, *value;
+      for (Py_ssize_t at = 0; PyDict_Next(states[i].cast<py::dict>().ptr(), &at, &key, &value);) {
+        states_[i].emplace_back(value, TensorFacts());
+        const TensorReader::Handle tensor = reader.tensor(value);
+        readable_ = readable_ && tensor && reader.read(tensor, states_[i].back().second);
+      }
+    }
+  }
+
+  // True if each holds the same tensors, which have the same facts.
+  bool still(const TensorReader& reader, const py::list& states) const {
+    if (!readable_ || states.size() != states_.size()) return false;
+    for (size_t i = 0; i < states_.size(); ++i) {
+      PyObject* state = PyList_GET_ITEM(states.ptr(), static_cast<Py_ssize_t>(i));
+      if (!PyDict_Check(state) || PyDict_Size(state) != static_cast<Py_ssize_t>(states_[i].size())) return false;
+      PyObject *key, *value;
+      Py_ssize_t at = 0;
+      for (const auto& expected : states_[i]) {
+        if (!PyDict_Next(state, &at, &key, &value)) return false;
+        if (value != expected.first) return false;
+        const TensorReader::Handle tensor = reader.tensor(value);
+        if (!tensor || !reader.still(tensor, expected.second)) return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  std::vector<std::vector<std::pair<PyObject*, TensorFacts>>> states_;
+  bool readable_ = true;
+};
+
+}  // namespace halfstep

@@ -1,0 +1,68 @@
+"""Hyper-parameters of parameter groups, checked whenever they change: schedulers and users write them at any time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .ops.optimizer import AdamGroup
+
+_NUMBERS = frozenset((float, int, bool))
+
+
+def number(value: Any, name: str) -> float:
+    """A number or 1-element tensor as float; TypeError or ValueError if it is neither."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must have one element, got shape {tuple(value.shape)}")
+        return float(value)
+    if isinstance(value, (int, float)) or hasattr(type(value), "__float__"):
+        return float(value)
+    raise TypeError(f"{name}={value!r}: expected a number or a 1-element tensor, got {type(value).__name__}")
+
+
+def adam_group(group: dict[str, Any], index: int) -> AdamGroup:
+    """The numbers of one group; ValueError or TypeError names the group if one of them is out of range."""
+    lr, eps, weight_decay = (
+        number(group[key], f"parameter group {index}: {key}") for key in ("lr", "eps", "weight_decay")
+    )
+    for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"parameter group {index}: {key}={value}: expected a finite number >= 0")
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"parameter group {index}: betas={betas!r}: expected two numbers in [0, 1)")
+    beta1, beta2 = (number(beta, f"parameter group {index}: betas") for beta in betas)
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"parameter group {index}: betas={betas}: expected two numbers in [0, 1)")
+    decoupled = bool(group["decoupled_weight_decay"])
+    return AdamGroup(lr, beta1, beta2, eps, weight_decay, decoupled, bool(group["maximize"]))
+
+
+class GroupNumbers:
+    """The numbers of all groups at this step. What is the same as in the step before is not checked again."""
+
+    def __init__(self) -> None:
+        self._written: list[tuple] = []
+        self._groups: list[AdamGroup] = []
+
+    def __call__(self, param_groups: Sequence[dict[str, Any]]) -> list[AdamGroup]:
+        written = [_written(group) for group in param_groups]
+        if written != self._written or not all(map(_all_numbers, written)):
+            self._groups = [adam_group(group, index) for index, group in enumerate(param_groups)]
+            self._written = written
+        return self._groups
+
+
+def _written(group: dict[str, Any]) -> tuple:
+    betas = group["betas"]
+    ends = tuple(betas) if isinstance(betas, (tuple, list)) else (betas,)
+    return (group["lr"], group["eps"], group["weight_decay"], group["decoupled_weight_decay"], group["maximize"], *ends)
+
+
+def _all_numbers(values: tuple) -> bool:
+    """Tensors are read anew at every step: they may be written in place."""
+    return _NUMBERS.issuperset(map(type, values))

@@ -1,0 +1,114 @@
+"""`optimizer.state`, which knows whose states somebody else may hold."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+class StateMap(defaultdict):
+    """A defaultdict of dicts, as torch.optim's, that remembers which states it has handed out.
+
+    The step has pointers into the state tensors, so it must notice when one is replaced (state["exp_avg"] = ...) or
+    moved (.data = ..., resize_). Looking at every tensor in every step costs more than a small step itself; but only
+    what somebody got hold of can have changed. halfstep itself reads through the methods called `own_...`, which leave
+    no trace. Copies and pickles are plain defaultdicts.
+    """
+
+    def __init__(self, states: Any = ()) -> None:
+        super().__init__(dict, states)
+        self.handed_out: dict[Tensor, None] = dict.fromkeys(
+            super().__iter__()
+        )  # the caller holds what it gave; a set, in order
+        self.changes = 0  # how often states were put in, replaced or taken out
+
+    def own_state(self, param: Tensor) -> dict[str, Any]:
+        """The state of a parameter, made if it is missing."""
+        found = super().get(param)
+        if found is None:
+            found = {}
+            self.own_put(param, found)
+        return found
+
+    def own_put(self, param: Tensor, state: dict[str, Any]) -> None:
+        super().__setitem__(param, state)
+        self.changes += 1
+
+    def own_items(self) -> Iterable[tuple[Tensor, dict[str, Any]]]:
+        return super().items()
+
+    def own_clear(self) -> None:
+        super().clear()
+        self.handed_out.clear()
+        self.changes += 1
+
+    # ---- what everybody else calls ---------------------------------------------------------------------------------
+    def _hand_out(self, *params: Any) -> None:
+        self.handed_out.update(dict.fromkeys(params or super().__iter__()))
+
+    def __missing__(self, param: Tensor) -> dict[str, Any]:
+        self._hand_out(param)
+        return self.own_state(param)
+
+    def __getitem__(self, param: Tensor) -> dict[str, Any]:
+        self._hand_out(param)
+        return super().__getitem__(param)
+
+    def __setitem__(self, param: Tensor, state: dict[str, Any]) -> None:
+        self._hand_out(param)
+        self.own_put(param, state)
+
+    def __delitem__(self, param: Tensor) -> None:
+        self.changes += 1
+        super().__delitem__(param)
+
+    def __iter__(self) -> Iterator[Tensor]:  # overridden, or dict(self) would copy without asking the methods here
+        return super().__iter__()
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        return self[param] if param in self else default  # noqa: SIM401 - that would call itself
+
+    def setdefault(self, param: Tensor, default: Any = None) -> Any:
+        if param not in self:
+            self[param] = default
+        return self[param]
+
+    def items(self) -> Any:
+        self._hand_out()
+        return super().items()
+
+    def values(self) -> Any:
+        self._hand_out()
+        return super().values()
+
+    def pop(self, *args: Any) -> Any:
+        self.changes += 1
+        return super().pop(*args)
+
+    def popitem(self) -> Any:
+        self.changes += 1
+        return super().popitem()
+
+    def clear(self) -> None:
+        self.own_clear()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        self._hand_out()
+        self.changes += 1
+
+    def __ior__(self, other: Any) -> StateMap:  # type: ignore[override]
+        self.update(other)
+        return self
+
+    def copy(self) -> defaultdict:
+        self._hand_out()
+        return defaultdict(dict, super().items())
+
+    __copy__ = copy
+
+    def __reduce__(self) -> Any:  # deepcopy and pickle
+        return defaultdict, (dict,), None, None, iter(super().items())
