@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-# No deadline: the first example of a property test loads kernels. Everything else as hypothesis chooses, which under CI
-# includes examples that are the same in every run.
-settings.register_profile("halfstep", settings(), deadline=None)
+# No deadline: the first example of a property test loads kernels. The same examples in every run; to look for new ones:
+# pytest --hypothesis-profile=search
+settings.register_profile("halfstep", settings(), deadline=None, derandomize=True)
+settings.register_profile("search", settings(), deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile("halfstep")
 
 # pytest-xdist runs several processes: each gets its share of the cores, or torch's thread pools spin against each

@@ -99,7 +99,13 @@ def test_step_is_int64_inside_and_a_float_that_holds_it_outside(updates):
 
 
 # ---- checkpoints of other times and makes ---------------------------------------------------------------------------
-@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor([3.0]), torch.tensor([[3]])], ids=repr)
+STEPS = [
+    3, 3.0, torch.tensor(3), torch.tensor([3.0]), torch.tensor([[3]]), torch.tensor(3.0, dtype=torch.float64),
+    torch.tensor(3, dtype=torch.int32), torch.tensor(3.0, dtype=BFLOAT16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS, ids=repr)
 def test_any_kind_of_step_is_understood(step):
     optimizer = hs.AdamW(parameters(FLOAT32))
     train(optimizer, range(3))
