@@ -64,6 +64,7 @@ def fp32_step(case: Case) -> Comparison:
         Provider("torch, foreach", lambda: phases.Torch(phases.clones(w), g, foreach=True), _FP32_STEP),
         Provider("torch, for-loop", lambda: phases.Torch(phases.clones(w), g, foreach=False), _FP32_STEP),
         Provider("DeepSpeed CPUAdam", lambda: phases.DeepSpeed(phases.clones(w), g), _FP32_STEP),
+        Provider("bitsandbytes AdamW32bit", lambda: phases.Bitsandbytes(phases.clones(w), g), _FP32_STEP),
     ]
     if case.host_bound:
         alone = Provider(

@@ -42,7 +42,8 @@ class Halfstep(Runner):
         self.optimizer.step()
 
     def results(self) -> dict[str, Sequence[Tensor]]:
-        states = [self.optimizer.state[p] for p in self.params]
+        own = self.optimizer.own_states()  # through optimizer.state, later steps would look whether anyone changed them
+        states = [own.own_state(p) for p in self.params]
         found: dict[str, Sequence[Tensor]] = {"weight": self.params}
         if "master" in states[0]:
             found["master"] = [s["master"] for s in states]
@@ -122,6 +123,22 @@ class DeepSpeed(Torch):
             return DeepSpeedCPUAdam(self.params, **HYPER, adamw_mode=True)
         except (ImportError, OSError, RuntimeError) as error:  # not installed, no ninja, no compiler
             raise UnavailableError(f"{type(error).__name__}: {error}") from error
+
+
+class Bitsandbytes(Torch):
+    """bitsandbytes' AdamW with float32 states on float32 weights."""
+
+    def build(self, **options: Any) -> torch.optim.Optimizer:
+        try:
+            from bitsandbytes.optim import AdamW32bit  # pyright: ignore[reportMissingImports]
+        except (ImportError, OSError, RuntimeError) as error:
+            raise UnavailableError(f"{type(error).__name__}: {error}") from error
+        return AdamW32bit(self.params, **HYPER)
+
+    def results(self) -> dict[str, Sequence[Tensor]]:
+        states = [self.optimizer.state[p] for p in self.params]
+        moments = {"exp_avg": "state1", "exp_avg_sq": "state2"}
+        return {"weight": self.params, **{ours: [s[theirs] for s in states] for ours, theirs in moments.items()}}
 
 
 class TorchPhase(Torch):

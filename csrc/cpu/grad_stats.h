@@ -46,7 +46,8 @@ HALFSTEP_FN void add_squares(const void* x, float factor, int rows, int from, in
   }
 }
 
-HALFSTEP_FN bool exact_enough(float partial) { return partial >= 0x1p-100f && partial <= 0x1p120f; }
+constexpr float kLeastExact = 0x1p-100f, kMostExact = 0x1p120f;
+HALFSTEP_FN bool exact_enough(float partial) { return partial >= kLeastExact && partial <= kMostExact; }
 
 // For a group with a partial that float32 cannot hold well (or a NaN): that lane's sum is redone in float64.
 // Returns true on a non-finite u.
@@ -59,7 +60,7 @@ bool add_group_in_double(const void* x, float factor, int rows, int from, int to
   }
   if ((any_bits & 0x7FFFFFFFu) == 0) return false;  // all zeros: nothing to add
   int nonfinite = 0;
-  double sums[kLanes];
+  alignas(64) double sums[kLanes];
   for (int l = from; l < to; ++l) sums[l] = 0.0;
   for (int r = 0; r < rows; ++r) {
 #pragma omp simd reduction(| : nonfinite)
@@ -78,7 +79,7 @@ bool add_group_in_double(const void* x, float factor, int rows, int from, int to
 // Lanes [from, to) of a group of up to 8 rows of u = x * factor, added to `lanes`. Returns true on a non-finite u.
 template <Dtype kDtype, bool kAllRows>
 bool add_group(const void* x, float factor, int rows, int from, int to, double* lanes) {
-  float partial[kLanes];
+  alignas(64) float partial[kLanes];
   add_squares<kDtype, kAllRows>(x, factor, rows, from, to, partial);
   int outside = 0;
 #pragma omp simd reduction(| : outside)
@@ -89,13 +90,64 @@ bool add_group(const void* x, float factor, int rows, int from, int to, double* 
   return false;
 }
 
+// A chunk of less than one full group, as most tensors of small models are: a lane is its one partial sum. The first step of
+// the tree is done here. Returns false, with nothing done, where float32 cannot hold a partial well.
 template <Dtype kDtype>
-ChunkStats chunk_stats(const void* x, int64_t n, float factor) {
+bool one_group(const void* x, int n, float factor, double* lanes) {
+  const int used = n < kLanes ? n : kLanes;
+  alignas(64) float partial[kLanes];
+  Mask exact = Float{} == 0.0f;  // so far
+  int l = 0;
+  for (; l + kWidth <= used; l += kWidth) {
+    Float sum{};
+    int i = l;
+    for (; i + kWidth <= n; i += kLanes) {
+      const Float u = load<true>(x, kDtype, i, kWidth) * factor;
+      sum = sum + u * u;
+    }
+    if (i < n) {
+      const Float u = load<false>(x, kDtype, i, n - i) * factor;
+      sum = sum + u * u;
+    }
+    exact = exact & (sum >= kLeastExact) & (sum <= kMostExact);
+    store_lanes<true>(partial + l, sum.lanes, kWidth);
+  }
+  bool all_exact = all(exact);
+  for (; l < used; ++l) {  // only of a chunk of one row
+    const float u = load_one<kDtype>(x, l) * factor;
+    partial[l] = u * u;
+    all_exact = all_exact && exact_enough(partial[l]);
+  }
+  if (!all_exact) return false;
+  const int half = kLanes / 2, pairs = used > half ? used - half : 0;
+#pragma omp simd
+  for (int k = 0; k < pairs; ++k) lanes[k] = static_cast<double>(partial[k]) + static_cast<double>(partial[k + half]);
+#pragma omp simd
+  for (int k = pairs; k < (used < half ? used : half); ++k) lanes[k] = static_cast<double>(partial[k]);
+  return true;
+}
+
+// Lanes beyond `used` are taken as 0, and left out: that changes no bit.
+double tree_sum(double* lanes, int used, int first_step) {
+  for (int s = first_step; s > 0; s >>= 1) {
+    const int pairs = used - s < s ? used - s : s;
+#pragma omp simd
+    for (int l = 0; l < pairs; ++l) lanes[l] = lanes[l] + lanes[l + s];
+  }
+  return lanes[0];
+}
+
+template <Dtype kDtype>
+ChunkStats chunk_stats(const void* x, int64_t n, float factor, Span next) {
+  for (int64_t byte = 0; byte < next.bytes; byte += kLine)
+    __builtin_prefetch(static_cast<const char*>(next.data) + byte);
   const int used = static_cast<int>(n < kLanes ? n : kLanes);
-  double lanes[kLanes];
+  alignas(64) double lanes[kLanes];
+  const int64_t group = static_cast<int64_t>(kRows) * kLanes;
+  if (n < group && one_group<kDtype>(x, static_cast<int>(n), factor, lanes))
+    return {tree_sum(lanes, used < kLanes / 2 ? used : kLanes / 2, kLanes / 4), false};
   for (int l = 0; l < used; ++l) lanes[l] = 0.0;
   bool nonfinite = false;
-  const int64_t group = static_cast<int64_t>(kRows) * kLanes;
   int64_t done = 0;
   for (; done + group <= n; done += group)
     nonfinite |= add_group<kDtype, true>(at(x, kDtype, done), factor, kRows, 0, kLanes, lanes);
@@ -105,22 +157,17 @@ ChunkStats chunk_stats(const void* x, int64_t n, float factor) {
     if (rest) nonfinite |= add_group<kDtype, false>(tail, factor, rows + 1, 0, rest, lanes);
     if (rows) nonfinite |= add_group<kDtype, false>(tail, factor, rows, rest, kLanes, lanes);
   }
-  for (int s = kLanes / 2; s > 0; s >>= 1) {  // unused lanes hold 0: leaving them out changes no bit
-    const int pairs = used - s < s ? used - s : s;
-#pragma omp simd
-    for (int l = 0; l < pairs; ++l) lanes[l] = lanes[l] + lanes[l + s];
-  }
-  return {lanes[0], nonfinite};
+  return {tree_sum(lanes, used, kLanes / 2), nonfinite};
 }
 
-ChunkStats stats(const void* grad, Dtype dtype, int64_t n, float factor) {
+ChunkStats stats(const void* grad, Dtype dtype, int64_t n, float factor, Span next) {
   switch (dtype) {
     case Dtype::f32:
-      return chunk_stats<Dtype::f32>(grad, n, factor);
+      return chunk_stats<Dtype::f32>(grad, n, factor, next);
     case Dtype::bf16:
-      return chunk_stats<Dtype::bf16>(grad, n, factor);
+      return chunk_stats<Dtype::bf16>(grad, n, factor, next);
     default:
-      return chunk_stats<Dtype::f16>(grad, n, factor);
+      return chunk_stats<Dtype::f16>(grad, n, factor, next);
   }
 }
 

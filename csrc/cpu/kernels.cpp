@@ -90,29 +90,53 @@ HALFSTEP_FN void update_vector(const Kind& kind, const AdamRow& row, const Updat
   store<kWhole>(row.exp_avg_sq, kind.state, i, v, words(kStreamExpAvgSq), n);
 }
 
-// Asks for the memory of the block at i before it is needed: five streams are more than the hardware follows well.
-HALFSTEP_FN void prefetch(const void* x, Dtype d, int64_t i) {
+// Asks for memory before it is needed: five streams are more than the hardware follows well, and it cannot know where the
+// next tensor lies.
+HALFSTEP_FN void prefetch(const void* x, Dtype d, int64_t i, int64_t n) {
   const char* here = at(x, d, i);
-  for (int64_t byte = 0; byte < kBlock * item_size(d); byte += kLine) __builtin_prefetch(here + byte);
+  for (int64_t byte = 0; byte < n * item_size(d); byte += kLine) __builtin_prefetch(here + byte);
 }
 
-HALFSTEP_FN void prefetch_row(const Kind& kind, const AdamRow& row, int64_t i) {
-  prefetch(row.grad, kind.grad, i);
-  prefetch(row.param, kind.param, i);
-  prefetch(row.exp_avg, kind.state, i);
-  prefetch(row.exp_avg_sq, kind.state, i);
-  if (kind.amsgrad) prefetch(row.max_exp_avg_sq, kind.state, i);
-  if (kind.master) prefetch(row.master, Dtype::f32, i);
-  if (kind.remainder) prefetch(row.remainder, Dtype::bf16, i);
+HALFSTEP_FN void prefetch_row(const Kind& kind, const AdamRow& row, int64_t i, int64_t n) {
+  prefetch(row.grad, kind.grad, i, n);
+  prefetch(row.param, kind.param, i, n);
+  prefetch(row.exp_avg, kind.state, i, n);
+  prefetch(row.exp_avg_sq, kind.state, i, n);
+  if (kind.amsgrad) prefetch(row.max_exp_avg_sq, kind.state, i, n);
+  if (kind.master) prefetch(row.master, Dtype::f32, i, n);
+  if (kind.remainder) prefetch(row.remainder, Dtype::bf16, i, n);
+}
+
+HALFSTEP_FN Kind kind_of(const AdamRow& row, bool heal) {
+  return {row.param_dtype,
+          row.grad_dtype,
+          row.state_dtype,
+          row.master != nullptr,
+          row.remainder != nullptr,
+          row.max_exp_avg_sq != nullptr,
+          row.master != nullptr && heal};
+}
+
+// The block kAhead elements from here, which may be one of the next row.
+HALFSTEP_FN void prefetch_ahead(const Kind& kind, const AdamRow& row, int64_t block, int64_t end, const AdamRow* next) {
+  const int64_t ahead = block + kAhead;
+  if (ahead + kBlock <= end) {
+    prefetch_row(kind, row, ahead, kBlock);
+  } else if (next) {
+    const int64_t i = ahead < end ? 0 : (ahead - end) / kBlock * kBlock;
+    const int64_t left = next->numel - i;
+    if (left > 0) prefetch_row(kind_of(*next, false), *next, i, left < kBlock ? left : kBlock);
+  }
 }
 
 // By value: the compiler then knows that no store changes them.
-HALFSTEP_FN int64_t update_as(const Kind kind, const AdamRow row, const UpdateArgs args, int64_t begin, int64_t end) {
+HALFSTEP_FN int64_t update_as(const Kind kind, const AdamRow row, const UpdateArgs args, int64_t begin, int64_t end,
+                              const AdamRow* next) {
   const bool bare = kind.param != Dtype::f32 && !kind.master && !kind.remainder;
   RandomWords random;
   Bits healed{};
   for (int64_t block = begin; block < end; block += kBlock) {
-    if (block + kAhead + kBlock <= end) prefetch_row(kind, row, block + kAhead);
+    prefetch_ahead(kind, row, block, end, next);
     if (bare && args.stochastic_weight) random.draw(row, args, kStreamWeight, block);
     if (kind.state != Dtype::f32) {
       random.draw(row, args, kStreamExpAvg, block);
@@ -128,26 +152,20 @@ HALFSTEP_FN int64_t update_as(const Kind kind, const AdamRow row, const UpdateAr
 }
 
 // The same code for every kind of row; for the usual ones the compiler removes what they do not need.
-int64_t update(const AdamRow& row, const UpdateArgs& args, int64_t begin, int64_t end) {
-  const Kind kind{row.param_dtype,
-                  row.grad_dtype,
-                  row.state_dtype,
-                  row.master != nullptr,
-                  row.remainder != nullptr,
-                  row.max_exp_avg_sq != nullptr,
-                  row.master != nullptr && args.heal};
+int64_t update(const AdamRow& row, const UpdateArgs& args, int64_t begin, int64_t end, const AdamRow* next) {
+  const Kind kind = kind_of(row, args.heal);
   constexpr Dtype f32 = Dtype::f32, bf16 = Dtype::bf16, f16 = Dtype::f16;
   constexpr Kind plain{f32, f32, f32, false, false, false, false};
   constexpr Kind bf16_master{bf16, bf16, f32, true, false, false, true};
   constexpr Kind bf16_trusted_master{bf16, bf16, f32, true, false, false, false};
   constexpr Kind f16_master{f16, f16, f32, true, false, false, true};
   constexpr Kind split_master{bf16, bf16, f32, false, true, false, false};
-  if (kind == plain) return update_as(plain, row, args, begin, end);
-  if (kind == bf16_master) return update_as(bf16_master, row, args, begin, end);
-  if (kind == bf16_trusted_master) return update_as(bf16_trusted_master, row, args, begin, end);
-  if (kind == f16_master) return update_as(f16_master, row, args, begin, end);
-  if (kind == split_master) return update_as(split_master, row, args, begin, end);
-  return update_as(kind, row, args, begin, end);
+  if (kind == plain) return update_as(plain, row, args, begin, end, next);
+  if (kind == bf16_master) return update_as(bf16_master, row, args, begin, end, next);
+  if (kind == bf16_trusted_master) return update_as(bf16_trusted_master, row, args, begin, end, next);
+  if (kind == f16_master) return update_as(f16_master, row, args, begin, end, next);
+  if (kind == split_master) return update_as(split_master, row, args, begin, end, next);
+  return update_as(kind, row, args, begin, end, next);
 }
 
 // ---- scale, cast, probe --------------------------------------------------------------------------------------------

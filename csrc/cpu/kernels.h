@@ -20,16 +20,22 @@ struct ChunkStats {
   bool nonfinite;
 };
 
+struct Span {
+  const void* data = nullptr;
+  int64_t bytes = 0;
+};
+
 struct RandomKey {
   uint32_t seed, t, param_id, stream;
 };
 
 struct Kernels {
   const char* name;
-  // Elements [begin, end) of the row. Returns how many masters were healed.
-  int64_t (*update)(const AdamRow& row, const UpdateArgs& args, int64_t begin, int64_t end);
-  // One chunk (n <= kChunk) of grad * factor: its sum of squares in the contract's order.
-  ChunkStats (*stats)(const void* grad, Dtype dtype, int64_t n, float factor);
+  // Elements [begin, end) of the row. Returns how many masters were healed. `next` (may be null): what comes after it.
+  int64_t (*update)(const AdamRow& row, const UpdateArgs& args, int64_t begin, int64_t end, const AdamRow* next);
+  // One chunk (n <= kChunk) of grad * factor: its sum of squares in the contract's order. `next`: memory that is
+  // read after it.
+  ChunkStats (*stats)(const void* grad, Dtype dtype, int64_t n, float factor, Span next);
   // x = round(x * factor) in place; true if a stored value is not finite.
   bool (*scale)(void* x, Dtype dtype, int64_t n, float factor);
   // dst = src, elements [begin, end); `key` null: nearest.

@@ -12,6 +12,9 @@ namespace {
 // Chosen, not measured: below it, waking a second thread should cost more than it brings.
 constexpr int64_t kSerial = 32768;
 
+// Of the next gradient, asked for while one is added up: the hardware cannot know where it lies.
+constexpr int64_t kNextBytes = 8192;
+
 // Element offsets of the tensors laid end to end: start[i] .. start[i + 1].
 template <class Sizes>
 std::vector<int64_t> starts(size_t count, Sizes numel) {
@@ -66,7 +69,10 @@ GradStats grad_stats(const std::vector<TensorRef>& grads, float factor, Run run)
     for_each_piece(start, unit, [&](size_t i, int64_t begin, int64_t end) {
       for (int64_t c = (begin + kChunk - 1) / kChunk; c * kChunk < end; ++c) {
         const int64_t n = std::min(kChunk, grads[i].numel - c * kChunk);
-        const ChunkStats s = run.kernels->stats(at(grads[i], c * kChunk), grads[i].dtype, n, factor);
+        Span next;
+        if (i + 1 < grads.size())
+          next = {grads[i + 1].data, std::min(kNextBytes, grads[i + 1].numel * item_size(grads[i + 1].dtype))};
+        const ChunkStats s = run.kernels->stats(at(grads[i], c * kChunk), grads[i].dtype, n, factor, next);
         sums[static_cast<size_t>(first_chunk[i] + c)] = s.sum_squares;
         if (s.nonfinite) lower_to(first_nonfinite, static_cast<int64_t>(i));
       }
@@ -128,7 +134,8 @@ int64_t adam(const std::vector<AdamRow>& rows, const std::vector<AdamGroup>& gro
   for_each_unit(start.back(), run, [&](int64_t unit) {
     int64_t count = 0;
     for_each_piece(start, unit, [&](size_t i, int64_t begin, int64_t end) {
-      count += run.kernels->update(rows[i], args[i], begin, end);
+      const AdamRow* next = i + 1 < rows.size() ? &rows[i + 1] : nullptr;
+      count += run.kernels->update(rows[i], args[i], begin, end, next);
     });
     if (count) healed += count;
   });

@@ -63,6 +63,8 @@ HALFSTEP_OPERATOR(Bits, >>, Bits, a.lanes, int, b)
 HALFSTEP_COMPARISON(Float, float, ==)
 HALFSTEP_COMPARISON(Float, float, !=)
 HALFSTEP_COMPARISON(Float, float, >)
+HALFSTEP_COMPARISON(Float, float, >=)
+HALFSTEP_COMPARISON(Float, float, <=)
 HALFSTEP_COMPARISON(Bits, uint32_t, ==)
 HALFSTEP_COMPARISON(Bits, uint32_t, !=)
 HALFSTEP_COMPARISON(Bits, uint32_t, <)
@@ -97,6 +99,12 @@ HALFSTEP_FN Float square_root(Float x) {
   for (int i = 0; i < kWidth; ++i) x.lanes[i] = sqrtf(x.lanes[i]);
   return x;
 #endif
+}
+
+HALFSTEP_FN bool all(Mask x) {
+  int32_t every = -1;
+  for (int i = 0; i < kWidth; ++i) every &= x.lanes[i];
+  return every != 0;
 }
 
 HALFSTEP_FN uint32_t sum(Bits x) {

@@ -99,7 +99,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("inverse", &bind_inverse, arg("scale"));
   m.def("adam_scalars", &bind_scalars, arg("group"), arg("t"));
   m.def("probe_", &bind_probe, arg("p"), arg("g"), arg("m"), arg("v"), arg("n"), arg("threads"), arg("isa"));
-  py::class_<TensorReader>(m, "TensorReader")
+  py::class_<TensorReader>(m, "TensorReader", py::module_local())
       .def(py::init([](const std::string& folder, py::handle tensor_type, py::handle parameter_type, py::handle probe,
                        uint64_t implementation) {
              return TensorReader(folder, tensor_type.ptr(), parameter_type.ptr(), probe.ptr(), implementation);
@@ -107,10 +107,10 @@ PYBIND11_MODULE(_cpu, m) {
            arg("folder"), arg("tensor_type"), arg("parameter_type"), arg("probe"), arg("implementation"))
       .def("facts", &bind_facts, arg("tensor"))
       .def("grad", &bind_grad, arg("tensor"));
-  py::class_<StateWatch>(m, "StateWatch")
+  py::class_<StateWatch>(m, "StateWatch", py::module_local())
       .def(py::init<const TensorReader&, const py::list&>(), arg("reader"), arg("states"))
       .def("still", &StateWatch::still, arg("reader"), arg("states"));
-  py::class_<AdamPlan>(m, "AdamPlan")
+  py::class_<AdamPlan>(m, "AdamPlan", py::module_local())
       .def(py::init<const Integers&, const Integers&, const Integers&, const Integers&, const Integers&,
                     const Integers&>(),
            arg("numel"), arg("first_index"), arg("param_id"), arg("group"), arg("param_dtype"), arg("state_dtype"))
