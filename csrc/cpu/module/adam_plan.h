@@ -82,11 +82,12 @@ class AdamPlan {
   }
 
   // This step's gradients, straight from the parameters; false if that needs a closer look, and set_grads().
-  bool read(const TensorReader& reader, const py::list& params) {
+  // Their parameters are marked as written in place.
+  bool read(const TensorReader& reader, const py::list& params, int threads) {
     if (!ready_ || !kept_) return false;
-    kept_->drop();
+    kept_->drop(threads);
     std::vector<TensorRef> grads;
-    if (!watch_.read(reader, params, grads, small() ? nullptr : kept_.get()) || grads.size() != rows_.size())
+    if (!watch_.read(reader, params, grads, small() ? nullptr : kept_.get(), threads) || grads.size() != rows_.size())
       return false;
     for (size_t i = 0; i < rows_.size(); ++i)
       if (grads[i].numel != rows_[i].numel) return false;
@@ -95,8 +96,8 @@ class AdamPlan {
   }
 
   // Lets go of the gradients that read() kept.
-  void drop_grads() {
-    if (kept_) kept_->drop();
+  void drop_grads(int threads) {
+    if (kept_) kept_->drop(threads);
   }
 
   std::pair<double, int64_t> stats(double factor, int threads, const std::string& isa) const {

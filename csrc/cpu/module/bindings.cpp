@@ -72,6 +72,12 @@ uint64_t bind_grad(const TensorReader& reader, py::handle tensor) {
   return grad ? *static_cast<const uintptr_t*>(grad) : 0;
 }
 
+void bind_bump_version(const TensorReader& reader, py::handle tensor) {
+  const TensorReader::Handle handle = reader.tensor(tensor.ptr());
+  if (!handle) refuse("expected a torch.Tensor or Parameter");
+  reader.bump_version(handle);
+}
+
 void bind_probe(uint64_t p, uint64_t g, uint64_t m, uint64_t v, int64_t n, int threads, const std::string& isa) {
   if (n < 0 || (n > 0 && (!p || !g || !m || !v))) refuse("probe needs four float32 buffers");
   const Run run = run_with(threads, isa);
@@ -106,7 +112,8 @@ PYBIND11_MODULE(_cpu, m) {
            }),
            arg("folder"), arg("tensor_type"), arg("parameter_type"), arg("probe"), arg("implementation"))
       .def("facts", &bind_facts, arg("tensor"))
-      .def("grad", &bind_grad, arg("tensor"));
+      .def("grad", &bind_grad, arg("tensor"))
+      .def("bump_version", &bind_bump_version, arg("tensor"));
   py::class_<StateWatch>(m, "StateWatch", py::module_local())
       .def(py::init<const TensorReader&, const py::list&>(), arg("reader"), arg("states"))
       .def("still", &StateWatch::still, arg("reader"), arg("states"));
@@ -118,8 +125,8 @@ PYBIND11_MODULE(_cpu, m) {
            arg("max_exp_avg_sq"), arg("master"), arg("remainder"), arg("step"))
       .def("set_grads", &AdamPlan::set_grads, arg("grad"), arg("dtype"))
       .def("watch", &AdamPlan::watch, arg("reader"), arg("params"), arg("row"))
-      .def("read", &AdamPlan::read, arg("reader"), arg("params"))
-      .def("drop_grads", &AdamPlan::drop_grads)
+      .def("read", &AdamPlan::read, arg("reader"), arg("params"), arg("threads"))
+      .def("drop_grads", &AdamPlan::drop_grads, arg("threads"))
       .def("grad_stats", &AdamPlan::stats, arg("factor"), arg("threads"), arg("isa"))
       .def("update", &AdamPlan::update, arg("groups"), arg("grad_factor"), arg("seed"), arg("stochastic_weight"),
            arg("heal"), arg("threads"), arg("isa"));

@@ -65,6 +65,7 @@ TensorReader::TensorReader(const std::string& folder, PyObject* tensor_type, PyO
   dtypes_[static_cast<int>(Dtype::f16)] = torch.constant("aoti_torch_dtype_float16");
   c10.find("_ZNK3c1010TensorImpl4gradEv", grad_of_);
   torch.find("_ZN2at6native6is_negERKNS_6TensorE", is_negated_);
+  torch.find("_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE", bump_version_);
   torch.find("aoti_torch_is_defined", is_defined_);
   torch.find("aoti_torch_new_tensor_handle", new_handle_);
   torch.find("aoti_torch_delete_tensor_object", delete_handle_);

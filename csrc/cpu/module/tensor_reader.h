@@ -55,6 +55,16 @@ class TensorReader {
   // True if `read` would succeed, with these sizes and a dtype that the kernels know.
   bool is_like(Handle tensor, const TensorFacts& like, const void*& data, Dtype& dtype) const;
 
+  // As autograd wants to know of a tensor that is written in place. Not for inference tensors.
+  void bump_version(Handle tensor) const { bump_version_(tensor); }
+
+  // Asks for the memory of a tensor that is read soon, and of the object of one that is read later; both are alive.
+  void prefetch(PyObject* soon, PyObject* later) const {
+    __builtin_prefetch(later);
+    const char* implementation = *static_cast<const char* const*>(tensor(soon));
+    for (int line = 0; line < 4; ++line) __builtin_prefetch(implementation + 64 * line);
+  }
+
   // A reference that keeps the tensor alive until it is released.
   Handle keep(Handle tensor) const {
     void* kept = nullptr;
@@ -71,6 +81,7 @@ class TensorReader {
   int32_t cpu_, strided_, dtypes_[kDtypes];
   Handle (*grad_of_)(const void*);  // const at::Tensor& c10::TensorImpl::grad() const
   bool (*is_negated_)(Handle);      // bool at::native::is_neg(const at::Tensor&)
+  void (*bump_version_)(Handle);    // void torch::autograd::impl::bump_version(const at::Tensor&)
   int32_t (*is_defined_)(Handle, bool*);
   int32_t (*new_handle_)(Handle, void**);
   int32_t (*delete_handle_)(Handle);

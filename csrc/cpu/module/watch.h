@@ -15,18 +15,22 @@ namespace halfstep {
 
 namespace py = pybind11;
 
+constexpr int64_t kFew = 512;  // tensors that one thread looks at sooner than another one has woken up
+
 // Tensors that stay alive though Python may let go of them while the kernels run without its lock.
 class KeptTensors {
  public:
   explicit KeptTensors(const TensorReader& reader) : reader_(reader) {}
-  ~KeptTensors() { drop(); }
+  ~KeptTensors() { drop(1); }
   KeptTensors(const KeptTensors&) = delete;
 
-  void add(TensorReader::Handle tensor) {
-    if (const TensorReader::Handle kept = reader_.keep(tensor)) kept_.push_back(kept);
-  }
-  void drop() {
-    for (const TensorReader::Handle tensor : kept_) reader_.release(tensor);
+  void make_room(size_t count) { kept_.assign(count, nullptr); }
+  void put(size_t i, TensorReader::Handle tensor) { kept_[i] = reader_.keep(tensor); }
+  void drop(int threads) {
+    const int64_t count = static_cast<int64_t>(kept_.size());
+#pragma omp parallel for num_threads(threads) if (count > kFew && threads > 1)
+    for (int64_t i = 0; i < count; ++i)
+      if (kept_[static_cast<size_t>(i)]) reader_.release(kept_[static_cast<size_t>(i)]);
     kept_.clear();
   }
 
@@ -53,25 +57,26 @@ class ParamWatch {
 
   // The gradients, in the order of the rows; false if a parameter is another one or elsewhere, has a gradient where it had
   // none or the reverse, or a gradient is not plain and contiguous. `kept` (null: not needed) takes what holds the memory.
-  bool read(const TensorReader& reader, const py::list& params, std::vector<TensorRef>& grads,
-            KeptTensors* kept) const {
+  // Where the tensors are out of the caches, as after a large model's backward, most of the time is waiting for memory: so
+  // several threads wait, and each asks early.
+  bool read(const TensorReader& reader, const py::list& params, std::vector<TensorRef>& grads, KeptTensors* kept,
+            int threads) const {
     if (!readable_ || params.size() != params_.size()) return false;
+    const int64_t count = static_cast<int64_t>(params_.size());
+    for (int64_t i = 0; i < count; ++i)
+      if (PyList_GET_ITEM(params.ptr(), i) != params_[static_cast<size_t>(i)].object) return false;
     grads.resize(rows_);
-    for (size_t i = 0; i < params_.size(); ++i) {
-      const Param& param = params_[i];
-      if (PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i)) != param.object) return false;
-      const TensorReader::Handle tensor = reader.tensor(param.object);
-      if (!tensor || !reader.still(tensor, param.facts)) return false;
-      const TensorReader::Handle grad = reader.grad(tensor);
-      if ((grad == nullptr) != (param.row < 0)) return false;
-      if (!grad) continue;
-      TensorRef& ref = grads[static_cast<size_t>(param.row)];
-      const void* data;
-      if (!reader.is_like(grad, param.facts, data, ref.dtype)) return false;
-      ref.data = const_cast<void*>(data);
-      ref.numel = param.facts.numel;
-      if (kept) kept->add(grad);
+    if (kept) kept->make_room(rows_);
+    bool ready = true;
+#pragma omp parallel for num_threads(threads) reduction(&& : ready) if (count > kFew && threads > 1)
+    for (int64_t i = 0; i < count; ++i) {
+      if (i + 16 < count) reader.prefetch(object(i + 8), object(i + 16));
+      ready = ready && read_one(reader, params_[static_cast<size_t>(i)], grads, kept);
     }
+    if (!ready) return false;
+#pragma omp parallel for num_threads(threads) if (count > kFew && threads > 1)
+    for (int64_t i = 0; i < count; ++i)
+      if (params_[static_cast<size_t>(i)].row >= 0) reader.bump_version(reader.tensor(object(i)));
     return true;
   }
 
@@ -81,6 +86,25 @@ class ParamWatch {
     int64_t row;
     TensorFacts facts;
   };
+
+  PyObject* object(int64_t i) const { return params_[static_cast<size_t>(i)].object; }
+
+  static bool read_one(const TensorReader& reader, const Param& param, std::vector<TensorRef>& grads,
+                       KeptTensors* kept) {
+    const TensorReader::Handle tensor = reader.tensor(param.object);
+    if (!tensor || !reader.still(tensor, param.facts)) return false;
+    const TensorReader::Handle grad = reader.grad(tensor);
+    if ((grad == nullptr) != (param.row < 0)) return false;
+    if (!grad) return true;
+    const size_t row = static_cast<size_t>(param.row);
+    const void* data;
+    if (!reader.is_like(grad, param.facts, data, grads[row].dtype)) return false;
+    grads[row].data = const_cast<void*>(data);
+    grads[row].numel = param.facts.numel;
+    if (kept) kept->put(row, grad);
+    return true;
+  }
+
   std::vector<Param> params_;
   size_t rows_ = 0;
   bool readable_ = true;

@@ -50,11 +50,13 @@ def tensor_reader() -> Any:
         grads = [reader.grad(weight)]
         weight.grad = torch.ones_like(weight)
         grads.append(reader.grad(weight))
+        reader.bump_version(weight)
     except RuntimeError:
         return None
     pointers = [fact and (fact[0], fact[2]) for fact in seen]
     truth = [(probe.data_ptr(), list(probe.shape)) for probe in plain] + [None for _ in others]
-    return reader if pointers == truth and grads == [0, weight.grad._cdata] else None
+    sees = pointers == truth and grads == [0, weight.grad._cdata] and weight._version == 1
+    return reader if sees else None
 
 
 def _torch_version() -> tuple[int, ...]:
@@ -135,7 +137,7 @@ class AdamPlan:
             states: those that somebody else may have changed.
         """
         reader = tensor_reader()
-        if reader is None:
+        if reader is None or any(map(Tensor.is_inference, params)):  # those have no version counter
             return False
         self._plan.watch(reader, params, rows)
         self._states = states
@@ -143,9 +145,14 @@ class AdamPlan:
         return True
 
     def read(self, params: list[Tensor]) -> bool:
-        """Takes the gradients from the parameters if all tensors are where they were; False says nothing."""
+        """Takes the gradients from the parameters if all tensors are where they were; False says nothing.
+
+        Increments the parameters' version counters: only a step comes after this.
+        """
         reader = tensor_reader()
-        return (self._watch is None or self._watch.still(reader, self._states)) and self._plan.read(reader, params)
+        if self._watch is not None and not self._watch.still(reader, self._states):
+            return False
+        return self._plan.read(reader, params, torch.get_num_threads())
 
     def grad_stats(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         total, first_bad = self._plan.grad_stats(_inverse(scale), torch.get_num_threads(), isa)
@@ -166,5 +173,5 @@ class AdamPlan:
             healed = self._plan.update(
                 groups, grad_factor, inputs.seed, inputs.stochastic_weight, inputs.heal, torch.get_num_threads(), isa
             )
-        self._plan.drop_grads()
+        self._plan.drop_grads(torch.get_num_threads())
         return StepResult(_real(norm), torch.scalar_tensor(skip, dtype=torch.bool), _whole(healed))

@@ -134,7 +134,7 @@ class AdamStep:
 
         False if it cannot tell.
         """
-        self._grads, self._logical = [], None
+        self._grads, self._logical, self._marked = [], None, True
         return backend.choose(self.device, self._forced) is self._backend and self._plan.read(params)
 
     def set_grads(self, grads: Sequence[Tensor]) -> None:
@@ -147,6 +147,7 @@ class AdamStep:
         else:
             laid_out = list(grads)
         self._plan.set_grads(laid_out)
+        self._marked = False  # as written in place
         self._grads = laid_out  # alive until the step has run
         self._logical = None if self._all_contiguous else list(grads)
 
@@ -176,7 +177,8 @@ class AdamStep:
         result = self._plan.update(groups, inputs)
         for param, buffer in self._staged:
             param.copy_(buffer)
-        increment_version(self._params)  # what autograd may have saved
+        if not self._marked:
+            increment_version(self._params)  # what autograd may have saved
         self._grads, self._logical = [], None
         return result
 
