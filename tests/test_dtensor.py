@@ -13,6 +13,7 @@ from optimizer_runs import parameters
 from torch.nn import Parameter
 
 import halfstep as hs
+from halfstep.reference import round_to, split_master
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():
@@ -99,6 +100,27 @@ def test_copies_go_on_with_the_same_bits(mesh, options, how):
     step(whole, 2)
     step(other, 2)
     assert_same_run(whole, other)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("then", [{}, {"master": "split"}], ids=["master", "split"])
+def test_a_large_master_is_taken_piece_by_piece(mesh, then, placement):
+    """From the local parts, which may not all lie in one piece."""
+    values = ordinary((211, 307), FLOAT32, 0)
+    weight, remainder = split_master(values)
+    for key, saved in (("remainder", remainder), ("master", values)):
+        shown = round_to(values, BFLOAT16) if key == "master" else weight
+        part = Parameter(distribute_tensor(shown.clone(), mesh, [placement]))
+        optimizer = hs.AdamW([part], **then)
+        state = {"step": torch.tensor(1.0), key: DTensor.from_local(saved, mesh, [placement])}  # gloo moves no int16
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
+        held = optimizer.state[part]
+        if then:
+            assert_same_bits(held["remainder"].to_local(), remainder, "remainder")
+            assert_same_bits(part.to_local().detach(), weight, "weight")
+        else:
+            assert_same_bits(held["master"].to_local(), values, "master")
+            assert_same_bits(part.to_local().detach(), round_to(values, BFLOAT16), "weight")
 
 
 @pytest.mark.parametrize("options", [{}, {"master": "split"}], ids=["master", "split"])

@@ -226,18 +226,40 @@ def test_stochastic_states_out_of_logical_order():
     weight, optimizer = stepped(state_dtype=BFLOAT16)
     for key in ("exp_avg", "exp_avg_sq", "master"):
         optimizer.state[weight][key] = optimizer.state[weight][key].t().contiguous().t()
-    with pytest.raises(RuntimeError, match=NAME + r": stochastic rounding needs contiguous states, got strides"):
+    with pytest.raises(
+        RuntimeError, match=NAME + r": stochastic rounding needs contiguous states, got strides .* bring"
+    ):
         train(optimizer, [2])
 
 
-@pytest.mark.parametrize(("key", "dtype"), [
-    ("exp_avg", BFLOAT16), ("exp_avg", torch.float64), ("master", BFLOAT16), ("step", FLOAT32), ("step", torch.int32),
-])  # fmt: skip
-def test_states_of_a_wrong_dtype(key, dtype):
-    """Someone loaded a checkpoint past load_state_dict(): a kernel would read them with the wrong size."""
-    weight, optimizer = stepped()
-    optimizer.state[weight][key] = optimizer.state[weight][key].to(dtype)
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("key", ["step", "exp_avg", "master"])
+def test_a_state_of_two_parameters(key, backend):
+    """Both would update it: a step would count twice, or not, as the backend goes."""
+    optimizer = hs.AdamW(parameters(BFLOAT16, [(3,), (3,)]), backend=backend)
+    train(optimizer, [1])
+    first, second = optimizer.state.values()
+    second[key] = first[key]
     before = held(optimizer)
-    with pytest.raises(RuntimeError, match=NAME + r" has moments of .* Load states through load_state_dict"):
+    with pytest.raises(ValueError, match=r"a state of parameter 0 of .* and a state of parameter 1 of .* share memory"):
+        train(optimizer, [2])
+    assert_same(held(optimizer), before)
+
+
+@pytest.mark.parametrize(("keys", "dtype", "message"), [
+    (["exp_avg"], BFLOAT16, ": its exp_avg is torch.bfloat16, the group's state_dtype torch.float32"),
+    (["exp_avg", "exp_avg_sq"], BFLOAT16, ": its exp_avg is torch.bfloat16, the group's state_dtype torch.float32"),
+    (["exp_avg", "exp_avg_sq"], FLOAT16, ": its exp_avg is torch.float16, the group's state_dtype torch.float32"),
+    (["exp_avg_sq"], torch.float64, ": its exp_avg_sq is torch.float64, the group's state_dtype torch.float32"),
+    (["master"], BFLOAT16, " has moments of [torch.float32, torch.float32], a master of torch.bfloat16 and"),
+])  # fmt: skip
+def test_states_of_a_wrong_dtype(keys, dtype, message):
+    """Someone loaded a checkpoint past load_state_dict(): a kernel would read them with the wrong size, or the states
+    would be rounded to a dtype that nobody asked for."""
+    weight, optimizer = stepped()
+    for key in keys:
+        optimizer.state[weight][key] = optimizer.state[weight][key].to(dtype)
+    before = held(optimizer)
+    with pytest.raises(RuntimeError, match=NAME + re.escape(message) + ".* Load states through load_state_dict"):
         train(optimizer, [2])
     assert_same(held(optimizer), before)

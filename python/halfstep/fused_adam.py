@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import states
-from .hyper import GroupNumbers, adam_group, number
+from .hyper import GroupNumbers, adam_group, merged_group, number
 from .ops.layout import NARROW, check_tensor
 from .ops.optimizer import StepInputs
 from .ops.overlap import check_writable
@@ -154,6 +154,7 @@ class FusedAdam(torch.optim.Optimizer):
 
         Raises:
             TypeError: a sparse gradient or one of an unsupported dtype.
+            ValueError: a setting out of range, or a state whose step is no whole number.
             RuntimeError: states that no longer fit, a backend that is not there, or a norm over sharded parameters.
         """
         loss = None
@@ -195,10 +196,10 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             modes += (len(group["params"]), group["amsgrad"], group["master"], group["state_dtype"])
         state = self.own_states()
-        for k, table in enumerate(self._tables):
-            if table.ready(params, modes, state):
+        for k in range(len(self._tables)):  # no name for a table: it would keep an outdated one alive
+            if self._tables[k].ready(params, modes, state):
                 self._tables.insert(0, self._tables.pop(k))
-                return table
+                return self._tables[0]
         return self._table_after_a_close_look(params, modes, state)
 
     def _table_after_a_close_look(self, params: list[Tensor], modes: list[Any], state: StateMap) -> StepTable:
@@ -208,12 +209,14 @@ class FusedAdam(torch.optim.Optimizer):
         held = _values(state)
         kept = [table for table in self._tables if table.belongs(params, held, modes)]
         table = next((table for table in kept if table.fits(params, missing)), None)
+        self._tables[:] = kept  # what only the others held is freed before more is made
         if table is None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        states.complete(p, state.own_state(p), group, self._rounds(p, group))
-            table = StepTable(self, params, missing, _values(state), modes)
+            groups = [group for group in self.param_groups for _ in group["params"]]
+            names = self.names()
+            for p, group, name in zip(params, groups, names, strict=True):
+                if p.grad is not None:
+                    states.complete(p, state.own_state(p), group, self._rounds(p, group), name)
+            table = StepTable(self, params, names, missing, _values(state), modes)
         self._tables[:] = [table, *(other for other in kept if not other.replaced_by(table))][:_TABLES]
         table.set_grads(grads)
         table.settle(params, state)
@@ -259,8 +262,8 @@ class FusedAdam(torch.optim.Optimizer):
                 "the same groups"
             )
         groups = [
-            _merged(mine, saved, self.defaults, self._fixed)
-            for mine, saved in zip(self.param_groups, saved_groups, strict=True)
+            merged_group(index, {**self.defaults, **mine}, saved, keep=(*_MODES, *self._fixed))
+            for index, (mine, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True))
         ]
         keys = chain.from_iterable(saved["params"] for saved in saved_groups)
         params = [(group, p) for group in groups for p in group["params"]]
@@ -271,6 +274,7 @@ class FusedAdam(torch.optim.Optimizer):
         ]
         for saved, _, param, name in found:
             states.check_saved(param, saved, name)
+        self._tables.clear()  # in place: a trainer's wrapper shares the list
         loaded = {
             param: states.imported(param, saved, group, self._rounds(param, group), name)
             for saved, group, param, name in found
@@ -279,7 +283,6 @@ class FusedAdam(torch.optim.Optimizer):
         own.own_clear()
         for param, state in loaded.items():
             own.own_put(param, state)
-        self._tables.clear()  # in place: a trainer's wrapper shares the list
         self.param_groups[:] = groups
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -295,14 +298,3 @@ class FusedAdam(torch.optim.Optimizer):
 
 def _values(state: StateMap) -> list[Any]:
     return list(chain.from_iterable(dict.values(held) for _, held in state.own_items()))
-
-
-def _merged(
-    mine: dict[str, Any], saved: dict[str, Any], defaults: dict[str, Any], fixed: tuple[str, ...]
-) -> dict[str, Any]:
-    """A group with the saved hyper-parameters, our parameters and modes, and no tensor shared with the checkpoint."""
-    keep = {key: mine[key] for key in ("params", "param_names", *_MODES, *fixed) if key in mine}
-    taken = {
-        k: v.clone() if isinstance(v, Tensor) else v for k, v in saved.items() if k not in ("params", "param_names")
-    }
-    return {**defaults, **mine, **taken, **keep}

@@ -42,6 +42,25 @@ def adam_group(group: dict[str, Any], index: int) -> AdamGroup:
     return AdamGroup(lr, beta1, beta2, eps, weight_decay, decoupled, bool(group["maximize"]))
 
 
+def merged_group(index: int, mine: dict[str, Any], saved: dict[str, Any], keep: Sequence[str]) -> dict[str, Any]:
+    """A group with the saved hyper-parameters, our parameters and what to keep, and no tensor shared with the saved.
+
+    Args:
+        index: of the group, for messages.
+        mine, saved: our group and the checkpoint's.
+        keep: keys whose value no checkpoint changes.
+    """
+    ours = ("params", "param_names")
+    for key, value in saved.items():
+        if key not in ours and isinstance(value, Tensor) and value.is_meta:
+            raise ValueError(
+                f"parameter group {index}: the saved {key} is on the meta device, which holds no numbers; read the "
+                "checkpoint with map_location='cpu'"
+            )
+    taken = {k: v.clone() if isinstance(v, Tensor) else v for k, v in saved.items() if k not in (*ours, *keep)}
+    return {**mine, **taken}
+
+
 class GroupNumbers:
     """The numbers of all groups at this step. What is the same as in the step before is not checked again."""
 

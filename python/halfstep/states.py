@@ -7,6 +7,7 @@ torch.optim wants it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -52,7 +53,7 @@ def zeros(param: Tensor, dtype: torch.dtype, logical_order: bool) -> Tensor:
 
 def new_state(param: Tensor, group: dict[str, Any], logical_order: bool) -> dict[str, Tensor]:
     """The state of a parameter that was never updated."""
-    state = {"step": torch.zeros((), dtype=torch.int64, device=param.device)}
+    state = {"step": _counter(0, param.device)}
     for key in _moments(group):
         state[key] = zeros(param, group["state_dtype"], logical_order)
     kind = master_kind(group["master"], param.dtype)
@@ -63,11 +64,24 @@ def new_state(param: Tensor, group: dict[str, Any], logical_order: bool) -> dict
     return state
 
 
-def complete(param: Tensor, state: dict[str, Any], group: dict[str, Any], logical_order: bool) -> None:
-    """Adds what the state lacks for the group's modes and the parameter's dtype, in place; drops a useless master."""
+def complete(param: Tensor, state: dict[str, Any], group: dict[str, Any], logical_order: bool, name: str) -> None:
+    """Brings a state that others may have written into this optimizer's form, in place.
+
+    Adds what the group's modes and the parameter's dtype need, drops a useless master, and converts a step as
+    torch.optim has it: float32, on the CPU, or a plain number. ValueError if that is no whole number, RuntimeError if
+    a moment has not the group's state_dtype.
+    """
     kind = master_kind(group["master"], param.dtype)
     for key in {"master", "remainder"} & (state.keys() - {kind}):
         del state[key]  # the parameter changed its dtype
+    if "step" in state and not _is_counter(state["step"], param.device):
+        state["step"] = _counter(_step(state["step"], f"{name}: its step"), param.device)
+    for key in _moments(group):
+        if key in state and state[key].dtype is not group["state_dtype"]:
+            raise RuntimeError(
+                f"{name}: its {key} is {state[key].dtype}, the group's state_dtype {group['state_dtype']}. Load states "
+                "through load_state_dict(), which converts them: optimizer.load_state_dict(optimizer.state_dict())"
+            )
     if state.keys() >= {"step", *_moments(group), *([kind] if kind else [])}:
         return  # the usual case, which must not allocate
     for key, value in new_state(param, group, logical_order).items():
@@ -78,14 +92,26 @@ def exported(state: dict[str, Any]) -> dict[str, Any]:
     """The state as torch.optim writes it: `step` as 0-d float32 (float64 past 2**24, where float32 has gaps)."""
     if "step" not in state:
         return state
-    step = state["step"]
-    wide = int(step) > _EXACT_IN_FLOAT32
+    step = torch.as_tensor(state["step"])  # others may have written a number, or one of shape (1,)
+    step = step.reshape(()) if step.numel() == 1 else step
+    wide = bool((step > _EXACT_IN_FLOAT32).any())
     return {**state, "step": step.to(torch.float64 if wide else torch.float32)}
 
 
 def check_saved(param: Tensor, saved: dict[str, Any], name: str) -> None:
     """Raises ValueError unless the saved state can be this parameter's."""
-    _step(saved.get("step", 0), name)
+    for key in ("step", *_LIKE_THE_PARAMETER):
+        if isinstance(saved.get(key), Tensor) and local(saved[key]).is_meta:
+            raise ValueError(
+                f"{name}: the saved {key} is on the meta device, which holds no numbers; read the checkpoint with "
+                "map_location='cpu' (mmap=True reads no more than it must)"
+            )
+    if saved and local(param).is_meta:
+        raise ValueError(
+            f"{name} is on the meta device, which holds no numbers; give the model memory (to_empty()) and load its "
+            "weights, then load the optimizer"
+        )
+    _step(saved.get("step", 0), f"{name}: the saved step")
     for key in _LIKE_THE_PARAMETER:
         if key not in saved:
             continue
@@ -111,7 +137,7 @@ def imported(
     exact tie differently, and the master is what must not change.
     """
     state = new_state(param, group, logical_order)
-    state["step"].fill_(_step(saved.get("step", 0), name))
+    state["step"].fill_(_step(saved.get("step", 0), f"{name}: the saved step"))
     for key in _moments(group):
         if key in saved:
             state[key].copy_(saved[key])
@@ -133,45 +159,71 @@ def _moments(group: dict[str, Any]) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
 
-def _step(value: Any, name: str) -> int:
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+def _is_counter(step: Any, device: torch.device) -> bool:
+    return isinstance(step, Tensor) and step.dtype is torch.int64 and step.ndim == 0 and step.device == device
+
+
+def _counter(number: int, device: torch.device) -> Tensor:
+    return torch.full((), number, dtype=torch.int64, device=device)
+
+
+def _step(value: Any, what: str) -> int:
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else value
     if not isinstance(number, (int, float)) or not 0 <= number < 2**63 or number != int(number):
-        raise ValueError(f"{name}: the saved step is {value!r}; expected a whole number of updates, 0 or more")
+        raise ValueError(f"{what} is {value!r}; expected a whole number of updates, 0 or more")
     return int(number)
 
 
 def _import_master(param: Tensor, saved: dict[str, Any], state: dict[str, Any], name: str) -> None:
     """Fills state["master"] or ["remainder"] from the saved one if it is true to the weight."""
-    weight = local(param.detach())
-    wide, why_not = None, None
-    if "master" in saved:
-        candidate = local(saved["master"])
-        if candidate.dtype is not torch.float32:
-            why_not = f"the saved master is {candidate.dtype}, not float32 (another optimizer has cast it)"
-        elif not _same_bits(round_to(candidate.to(weight.device), weight.dtype), weight):
-            why_not = "the saved master does not round to the weight (load the model before the optimizer)"
-        else:
-            wide = candidate.to(weight.device)
-    elif "remainder" in saved:
-        candidate = local(saved["remainder"])
-        if candidate.dtype is not torch.int16 or weight.dtype is not torch.bfloat16:
-            why_not = (
-                f"the saved remainder is {candidate.dtype} for a {weight.dtype} weight (another optimizer has cast it)"
-            )
-        else:
-            wide = join_master(weight, candidate.to(weight.device))
+    key = "master" if "master" in saved else "remainder"
+    if key not in saved:
+        return  # new_state() made it from the weight
+    weight, source = local(param.detach()), local(saved[key])
+    why_not = _untrue_master(weight, source) if key == "master" else _untrue_remainder(weight, source)
     if why_not:
         warn(f"{name}: {why_not}; the master starts again from the weight", UserWarning)
-    if wide is None:
-        return  # new_state() made it from the weight
-    if "master" in state:
-        local(state["master"]).copy_(wide)
-        shown = round_to(wide, weight.dtype)
+    elif key == "master" and key in state:
+        local(state["master"]).copy_(source)
     else:
-        shown, remainder = split_master(wide)
-        local(state["remainder"]).copy_(remainder)
-    if not _same_bits(shown, weight):
-        weight.copy_(shown)
+        kept = local(state["master"] if "master" in state else state["remainder"])
+        for part, given, target in _pieces(weight, source, kept):
+            given = given.to(part.device)
+            wide = given if key == "master" else join_master(part, given)
+            split = target.dtype is torch.int16
+            shown, value = split_master(wide) if split else (round_to(wide, part.dtype), wide)
+            target.copy_(value)
+            if not _same_bits(shown, part):
+                part.copy_(shown)
+
+
+def _untrue_master(weight: Tensor, source: Tensor) -> str | None:
+    if source.dtype is not torch.float32:
+        return f"the saved master is {source.dtype}, not float32 (another optimizer has cast it)"
+    if all(_same_bits(round_to(wide.to(part.device), part.dtype), part) for part, wide in _pieces(weight, source)):
+        return None
+    return "the saved master does not round to the weight (load the model before the optimizer)"
+
+
+def _untrue_remainder(weight: Tensor, source: Tensor) -> str | None:
+    if source.dtype is torch.int16 and weight.dtype is torch.bfloat16:
+        return None
+    return f"the saved remainder is {source.dtype} for a {weight.dtype} weight (another optimizer has cast it)"
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of the parts of equally shaped tensors; what is computed on one part is small beside the whole."""
+    # few enough that launches and looks at the device cost nothing, small enough that 50 bytes an element do not
+    limit = min(max(tensors[0].numel() // 128, 2**14), 2**20)
+    waiting = [tensors]
+    while waiting:
+        parts = waiting.pop()
+        first = parts[0]
+        if first.numel() <= limit:
+            yield parts
+            continue
+        outermost = max(range(first.ndim), key=lambda dim: (first.shape[dim] > 1, first.stride(dim)))
+        waiting += zip(*(part.tensor_split(2, outermost) for part in parts), strict=True)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

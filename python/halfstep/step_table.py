@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .ops.layout import NARROW
 from .ops.optimizer import AdamGroup, AdamRow, AdamStep, StepInputs, StepResult
+from .ops.overlap import check_writable
 from .outcomes import first_of_all
 from .shards import first_index, is_sharded, local, ranks
 from .state_map import StateMap
@@ -23,22 +24,23 @@ class StepTable:
     """The rows of one set of active parameters, grouped by device, ready to run again and again.
 
     Args:
-        params: all parameters of the optimizer, in order. missing: which of them have no gradient now.
+        params, names: all parameters of the optimizer, in order. missing: which of them have no gradient now.
         held: every state tensor of the optimizer, to notice replaced ones.
         modes: whatever else the rows were made from.
     """
 
     def __init__(
-        self, optimizer: FusedAdam, params: list[Tensor], missing: list[bool], held: list[Any], modes: list[Any]
-    ) -> None:
+        self, optimizer: FusedAdam, params: list[Tensor], names: list[str], missing: list[bool], held: list[Any],
+        modes: list[Any],
+    ) -> None:  # fmt: skip
         self._params, self._missing, self._held, self._modes = params, missing, held, modes
         groups = [g for g, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-        names = optimizer.names()
         self._active = [i for i, none in enumerate(missing) if not none]
         self.names = [names[i] for i in self._active]
         self._sharded = [i for i in self._active if is_sharded(params[i])]
         self._locals = [local(params[i]) for i in self._sharded]
         rows = [_row(optimizer, groups[i], params[i], i) for i in self._active]
+        _check_memory(rows, self.names)
         self.any_narrow = any(row.param.dtype in NARROW for row in rows)
         self._many_ranks = any(ranks(params[i]) > 1 for i in self._sharded)
         by_device: dict[torch.device, list[int]] = {}
@@ -143,6 +145,14 @@ def _on(inputs: StepInputs, step: AdamStep) -> StepInputs:
     names = ["scale", "sum_squares", "first_bad", "found_inf"]
     away = {name: value.to(step.device) for name in names if (value := getattr(inputs, name)) is not None}
     return inputs._replace(**away)
+
+
+def _check_memory(rows: list[AdamRow], names: list[str]) -> None:
+    """One tensor that is the state of two parameters (a shared step) would be updated by both."""
+    found = [
+        (t, f"a state of {name}") for row, name in zip(rows, names, strict=True) for t in row[1:6] if t is not None
+    ]
+    check_writable([t for t, _ in found], [label for _, label in found])
 
 
 def _row(optimizer: FusedAdam, group: int, param: Tensor, position: int) -> AdamRow:

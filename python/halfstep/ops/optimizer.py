@@ -206,7 +206,8 @@ class AdamStep:
         if _uses_random_words(row, stochastic_weight) and not row.exp_avg.is_contiguous():
             raise RuntimeError(
                 f"{name}: stochastic rounding needs contiguous states, got strides "
-                f"{tuple(row.exp_avg.stride())}; replace them with state.contiguous()"
+                f"{tuple(row.exp_avg.stride())}, which they keep from the first step; bring them into the new order "
+                "with optimizer.load_state_dict(optimizer.state_dict())"
             )
         if is_dense(row.param) and same_layout(row.param, row.exp_avg):
             return row
