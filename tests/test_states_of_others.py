@@ -229,6 +229,18 @@ def test_a_transposed_weight_that_became_narrow(dtype):
     assert optimizer.state[p]["exp_avg"].is_contiguous()
 
 
+def test_a_weight_that_changed_its_dtype_and_its_order():
+    """The new master lies as the weight does now, the moments as it did at the first step."""
+    p = Parameter(TRANSPOSED.clone())
+    optimizer = hs.AdamW([p])
+    train(optimizer, [1])
+    p.grad = None
+    p.data = p.data.bfloat16().contiguous()
+    p.grad_dtype = BFLOAT16
+    set_grads([p], 2)
+    assert_reloading_mends(optimizer, r"have different memory layouts .*load_state_dict\(optimizer.state_dict\(\)\)")
+
+
 def test_another_state_dtype():
     optimizer = hs.AdamW([Parameter(TRANSPOSED.clone())])
     train(optimizer, [1])

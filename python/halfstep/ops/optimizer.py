@@ -201,7 +201,8 @@ class AdamStep:
             if not is_dense(state) or not same_layout(state, row.exp_avg):
                 raise RuntimeError(
                     f"{name}: its optimizer states have different memory layouts (strides "
-                    f"{[tuple(s.stride()) for s in states]}); make them alike, for example state.contiguous()"
+                    f"{[tuple(s.stride()) for s in states]}); make them alike, for example with "
+                    "optimizer.load_state_dict(optimizer.state_dict())"
                 )
         if _uses_random_words(row, stochastic_weight) and not row.exp_avg.is_contiguous():
             raise RuntimeError(
