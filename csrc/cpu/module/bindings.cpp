@@ -69,7 +69,7 @@ uint64_t bind_grad(const TensorReader& reader, py::handle tensor) {
   const TensorReader::Handle handle = reader.tensor(tensor.ptr());
   if (!handle) refuse("expected a torch.Tensor or Parameter");
   const TensorReader::Handle grad = reader.grad(handle);
-  return grad ? *static_cast<const uintptr_t*>(grad) : 0;
+  return reader.is_defined(grad) ? *static_cast<const uintptr_t*>(grad) : 0;
 }
 
 void bind_bump_version(const TensorReader& reader, py::handle tensor) {

@@ -39,11 +39,11 @@ class TensorReader {
     return reinterpret_cast<const char*>(object) + offset_;
   }
 
-  // The tensor's gradient, or null if it has none.
-  Handle grad(Handle tensor) const {
-    const Handle grad = grad_of_(*static_cast<const void* const*>(tensor));
+  // The tensor's gradient, undefined if it has none.
+  Handle grad(Handle tensor) const { return grad_of_(*static_cast<const void* const*>(tensor)); }
+  bool is_defined(Handle tensor) const {
     bool defined;
-    return is_defined_(grad, &defined) || !defined ? nullptr : grad;
+    return !is_defined_(tensor, &defined) && defined;
   }
 
   // False unless it is contiguous and lies in CPU memory as it is: not sparse, and nothing that is computed on reading.
@@ -58,10 +58,9 @@ class TensorReader {
   // As autograd wants to know of a tensor that is written in place. Not for inference tensors.
   void bump_version(Handle tensor) const { bump_version_(tensor); }
 
-  // Asks for the memory of a tensor that is read soon, and of the object of one that is read later; both are alive.
-  void prefetch(PyObject* soon, PyObject* later) const {
-    __builtin_prefetch(later);
-    const char* implementation = *static_cast<const char* const*>(tensor(soon));
+  // Asks for the memory of the tensor's description, before it is read.
+  static void prefetch(Handle tensor) {
+    const char* implementation = *static_cast<const char* const*>(tensor);
     for (int line = 0; line < 4; ++line) __builtin_prefetch(implementation + 64 * line);
   }
 

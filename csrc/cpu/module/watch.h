@@ -4,6 +4,7 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -15,7 +16,8 @@ namespace halfstep {
 
 namespace py = pybind11;
 
-constexpr int64_t kFew = 512;  // tensors that one thread looks at sooner than another one has woken up
+constexpr int64_t kTogether = 32;  // tensors that a thread looks at together
+constexpr int64_t kFew = 512;      // tensors that one thread looks at sooner than another one has woken up
 
 // Tensors that stay alive though Python may let go of them while the kernels run without its lock.
 class KeptTensors {
@@ -57,8 +59,7 @@ class ParamWatch {
 
   // The gradients, in the order of the rows; false if a parameter is another one or elsewhere, has a gradient where it had
   // none or the reverse, or a gradient is not plain and contiguous. `kept` (null: not needed) takes what holds the memory.
-  // Where the tensors are out of the caches, as after a large model's backward, most of the time is waiting for memory: so
-  // several threads wait, and each asks early.
+  // Where the tensors are out of the caches, as after a backward, this is waiting for memory: so several threads wait.
   bool read(const TensorReader& reader, const py::list& params, std::vector<TensorRef>& grads, KeptTensors* kept,
             int threads) const {
     if (!readable_ || params.size() != params_.size()) return false;
@@ -67,12 +68,11 @@ class ParamWatch {
       if (PyList_GET_ITEM(params.ptr(), i) != params_[static_cast<size_t>(i)].object) return false;
     grads.resize(rows_);
     if (kept) kept->make_room(rows_);
+    const int64_t blocks = (count + kTogether - 1) / kTogether;
     bool ready = true;
 #pragma omp parallel for num_threads(threads) reduction(&& : ready) if (count > kFew && threads > 1)
-    for (int64_t i = 0; i < count; ++i) {
-      if (i + 16 < count) reader.prefetch(object(i + 8), object(i + 16));
-      ready = ready && read_one(reader, params_[static_cast<size_t>(i)], grads, kept);
-    }
+    for (int64_t block = 0; block < blocks; ++block)
+      ready = read_block(reader, block * kTogether, grads, kept) && ready;
     if (!ready) return false;
 #pragma omp parallel for num_threads(threads) if (count > kFew && threads > 1)
     for (int64_t i = 0; i < count; ++i)
@@ -89,13 +89,33 @@ class ParamWatch {
 
   PyObject* object(int64_t i) const { return params_[static_cast<size_t>(i)].object; }
 
-  static bool read_one(const TensorReader& reader, const Param& param, std::vector<TensorRef>& grads,
-                       KeptTensors* kept) {
-    const TensorReader::Handle tensor = reader.tensor(param.object);
-    if (!tensor || !reader.still(tensor, param.facts)) return false;
-    const TensorReader::Handle grad = reader.grad(tensor);
-    if ((grad == nullptr) != (param.row < 0)) return false;
-    if (!grad) return true;
+  // In steps over the whole block, so that one tensor's memory arrives while the others' is asked for.
+  bool read_block(const TensorReader& reader, int64_t first, std::vector<TensorRef>& grads, KeptTensors* kept) const {
+    const int64_t count = static_cast<int64_t>(params_.size());
+    const int64_t n = std::min(kTogether, count - first);
+    TensorReader::Handle tensors[kTogether], found[kTogether];
+    for (int64_t k = 0; k < n; ++k) {
+      if (first + n + k < count) __builtin_prefetch(object(first + n + k));
+      tensors[k] = reader.tensor(object(first + k));
+      if (!tensors[k]) return false;
+      reader.prefetch(tensors[k]);
+    }
+    for (int64_t k = 0; k < n; ++k) {
+      found[k] = reader.grad(tensors[k]);
+      reader.prefetch(found[k]);
+    }
+    for (int64_t k = 0; k < n; ++k)
+      if (!reader.still(tensors[k], params_[static_cast<size_t>(first + k)].facts)) return false;
+    for (int64_t k = 0; k < n; ++k) {
+      const Param& param = params_[static_cast<size_t>(first + k)];
+      if (reader.is_defined(found[k]) != (param.row >= 0)) return false;
+      if (param.row >= 0 && !take(reader, param, found[k], grads, kept)) return false;
+    }
+    return true;
+  }
+
+  static bool take(const TensorReader& reader, const Param& param, TensorReader::Handle grad,
+                   std::vector<TensorRef>& grads, KeptTensors* kept) {
     const size_t row = static_cast<size_t>(param.row);
     const void* data;
     if (!reader.is_like(grad, param.facts, data, grads[row].dtype)) return false;
