@@ -41,6 +41,17 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
+@pytest.fixture(params=["C++", "Python"])
+def either_reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer's tensors are read from C++, or from Python as where a torch cannot be read."""
+    from halfstep.ops import native_cpu
+
+    if request.param == "Python":
+        monkeypatch.setattr(native_cpu, "tensor_reader", lambda: None)
+    else:
+        assert native_cpu.tensor_reader() is not None
+
+
 @pytest.fixture
 def fresh_accelerate() -> Iterator[None]:
     """accelerate keeps its precision, accumulation and device for the whole process: each test starts and ends bare."""

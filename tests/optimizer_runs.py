@@ -90,11 +90,11 @@ def train(optimizer: torch.optim.Optimizer, steps: Iterable[int], spread: float 
 
 
 def held(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """A copy of every weight and state tensor, by position and key."""
+    """A copy of every weight and state tensor, by position and key. `optimizer.state` does not notice."""
     params = params_of(optimizer)
     found = {f"{i}.weight": p.detach().clone() for i, p in enumerate(params)}
     for i, p in enumerate(params):
-        found.update({f"{i}.{key}": value.clone() for key, value in optimizer.state.get(p, {}).items()})
+        found.update({f"{i}.{key}": value.clone() for key, value in dict.get(optimizer.state, p, {}).items()})
     return found
 
 

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 import halfstep as hs
 
+pytestmark = pytest.mark.usefixtures("either_reader")
 SHAPE = (7, 7)  # square: a transposed parameter keeps its shape
 DTYPES = {"float32": (FLOAT32, {}), "fp32 master": (BFLOAT16, {}), "split": (BFLOAT16, {"master": "split"})}
 

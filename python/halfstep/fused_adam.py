@@ -22,7 +22,7 @@ from .ops.overlap import check_writable
 from .outcomes import StepOutcome
 from .reports import StepReports, parameter_names, warn
 from .shards import first_index, local
-from .state_map import StateMap
+from .state_map import BorrowedStates, StateMap
 from .step_table import StepTable
 
 _MODES = ("master", "state_dtype")  # of a group; the next are the whole optimizer's
@@ -57,6 +57,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._check_settings()
         self._forget()
         super().__init__(params, {**defaults, "differentiable": False})
+        self.state = StateMap()  # at once: who asks for it before the first step must see that step's states
         self._check_memory()
         self._built = True
 
@@ -165,8 +166,11 @@ class FusedAdam(torch.optim.Optimizer):
         if not table:
             self._nothing_done()
             return loss
-        self._check_settings()
-        result, first_bad = table.run(self._numbers(self.param_groups), self._inputs(table), self.backend)
+        try:
+            self._check_settings()
+            result, first_bad = table.run(self._numbers(self.param_groups), self._inputs(table), self.backend)
+        finally:
+            table.drop_grads()
         self.grad_norm, self.skipped, self.healed = result
         self.outcome = StepOutcome(self.skipped, first_bad, table.names.__getitem__, self.healed)
         self._reports.add(self.outcome)
@@ -202,11 +206,13 @@ class FusedAdam(torch.optim.Optimizer):
                 return self._tables[0]
         return self._table_after_a_close_look(params, modes, state)
 
-    def _table_after_a_close_look(self, params: list[Tensor], modes: list[Any], state: StateMap) -> StepTable:
+    def _table_after_a_close_look(
+        self, params: list[Tensor], modes: list[Any], state: StateMap | BorrowedStates
+    ) -> StepTable:
         params = list(params)  # the group's own may change
         grads = [p.grad for p in params]
         missing = [g is None for g in grads]
-        held = _values(state)
+        held = _held(state)
         kept = [table for table in self._tables if table.belongs(params, held, modes)]
         table = next((table for table in kept if table.fits(params, missing)), None)
         self._tables[:] = kept  # what only the others held is freed before more is made
@@ -216,17 +222,15 @@ class FusedAdam(torch.optim.Optimizer):
             for p, group, name in zip(params, groups, names, strict=True):
                 if p.grad is not None:
                     states.complete(p, state.own_state(p), group, self._rounds(p, group), name)
-            table = StepTable(self, params, names, missing, _values(state), modes)
+            table = StepTable(self, params, names, missing, _held(state), modes)
         self._tables[:] = [table, *(other for other in kept if not other.replaced_by(table))][:_TABLES]
         table.set_grads(grads)
         table.settle(params, state)
         return table
 
-    def own_states(self) -> StateMap:
-        """`self.state`, which anyone may have replaced, as a StateMap."""
-        if type(self.state) is not StateMap:
-            self.state = StateMap(self.state)
-        return self.state
+    def own_states(self) -> StateMap | BorrowedStates:
+        """`self.state`, which anyone may have replaced, read without leaving a trace."""
+        return self.state if type(self.state) is StateMap else BorrowedStates(self.state)
 
     # ---- state -----------------------------------------------------------------------------------------------------
     def refresh_masters(self) -> None:
@@ -279,10 +283,11 @@ class FusedAdam(torch.optim.Optimizer):
             param: states.imported(param, saved, group, self._rounds(param, group), name)
             for saved, group, param, name in found
         }
-        own = self.own_states()
-        own.own_clear()
+        if type(self.state) is not StateMap:
+            self.state = StateMap()  # what somebody assigned stays theirs, as it was
+        self.state.own_clear()
         for param, state in loaded.items():
-            own.own_put(param, state)
+            self.state.own_put(param, state)
         self.param_groups[:] = groups
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -292,9 +297,12 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if type(self.state) is not StateMap:
+            self.state = StateMap(self.state)  # of a copy or a file
         self._forget()
         self._built = True
 
 
-def _values(state: StateMap) -> list[Any]:
-    return list(chain.from_iterable(dict.values(held) for _, held in state.own_items()))
+def _held(state: StateMap | BorrowedStates) -> list[Any]:
+    """Parameters, keys and values of all states in one list: the same tensors may come under other names."""
+    return list(chain.from_iterable((param, *held, *held.values()) for param, held in state.own_items()))

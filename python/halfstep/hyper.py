@@ -70,9 +70,10 @@ class GroupNumbers:
 
     def __call__(self, param_groups: Sequence[dict[str, Any]]) -> list[AdamGroup]:
         written = [_written(group) for group in param_groups]
-        if written != self._written or not all(map(_all_numbers, written)):
+        plain = all(map(_all_numbers, written))
+        if not plain or written != self._written:
             self._groups = [adam_group(group, index) for index, group in enumerate(param_groups)]
-            self._written = written
+            self._written = written if plain else []  # a tensor is equal to the float it rounds to, and may be filled
         return self._groups
 
 

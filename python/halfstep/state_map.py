@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import ItemsView, Iterable, Iterator, MutableMapping, ValuesView
 from typing import Any
 
 from torch import Tensor
@@ -49,6 +49,10 @@ class StateMap(defaultdict):
     def _hand_out(self, *params: Any) -> None:
         self.handed_out.update(dict.fromkeys(params or super().__iter__()))
 
+    def _taken_out(self, param: Any) -> None:
+        self.handed_out.pop(param, None)  # or the parameter would live as long as the optimizer
+        self.changes += 1
+
     def __missing__(self, param: Tensor) -> dict[str, Any]:
         self._hand_out(param)
         return self.own_state(param)
@@ -62,7 +66,7 @@ class StateMap(defaultdict):
         self.own_put(param, state)
 
     def __delitem__(self, param: Tensor) -> None:
-        self.changes += 1
+        self._taken_out(param)
         super().__delitem__(param)
 
     def __iter__(self) -> Iterator[Tensor]:  # overridden, or dict(self) would copy without asking the methods here
@@ -77,20 +81,19 @@ class StateMap(defaultdict):
         return self[param]
 
     def items(self) -> Any:
-        self._hand_out()
-        return super().items()
+        return _Items(self)
 
     def values(self) -> Any:
-        self._hand_out()
-        return super().values()
+        return _Values(self)
 
-    def pop(self, *args: Any) -> Any:
-        self.changes += 1
-        return super().pop(*args)
+    def pop(self, param: Any, *default: Any) -> Any:
+        self._taken_out(param)
+        return super().pop(param, *default)
 
     def popitem(self) -> Any:
-        self.changes += 1
-        return super().popitem()
+        param, state = super().popitem()
+        self._taken_out(param)
+        return param, state
 
     def clear(self) -> None:
         self.own_clear()
@@ -104,11 +107,54 @@ class StateMap(defaultdict):
         self.update(other)
         return self
 
-    def copy(self) -> defaultdict:
-        self._hand_out()
-        return defaultdict(dict, super().items())
+    def __or__(self, other: Any) -> Any:
+        return defaultdict(dict, {**self, **other}) if isinstance(other, dict) else NotImplemented
 
-    __copy__ = copy
+    def __ror__(self, other: Any) -> Any:
+        return defaultdict(dict, {**other, **self}) if isinstance(other, dict) else NotImplemented
+
+    def copy(self) -> Any:
+        return defaultdict(dict, self.items())
+
+    def __copy__(self) -> Any:
+        return self.copy()
 
     def __reduce__(self) -> Any:  # deepcopy and pickle
         return defaultdict, (dict,), None, None, iter(super().items())
+
+
+class _Items(ItemsView):
+    """Hands a state out when it is reached: who keeps a view also gets the states that are made later."""
+
+    def __contains__(self, item: Any) -> bool:
+        return item[0] in self._mapping and super().__contains__(item)  # asking makes no state
+
+    def __reversed__(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        return ((param, self._mapping[param]) for param in reversed(self._mapping))
+
+
+class _Values(ValuesView):
+    def __reversed__(self) -> Iterator[dict[str, Any]]:
+        return (self._mapping[param] for param in reversed(self._mapping))
+
+
+class BorrowedStates:
+    """What a step calls of StateMap, for a mapping that somebody has assigned to `optimizer.state`.
+
+    It stays theirs: they see the states that are made, and may write to it unseen, so every step looks at all of it.
+    """
+
+    changes = 0
+    handed_out: dict[Tensor, None] = {}  # noqa: RUF012 - nothing is put in
+
+    def __init__(self, states: MutableMapping[Tensor, dict[str, Any]]) -> None:
+        self._states = states
+
+    def own_state(self, param: Tensor) -> dict[str, Any]:
+        return self._states.setdefault(param, {})
+
+    def own_items(self) -> Iterable[tuple[Tensor, dict[str, Any]]]:
+        return self._states.items()
+
+    def __contains__(self, param: Tensor) -> bool:
+        return param in self._states

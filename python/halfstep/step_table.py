@@ -14,7 +14,7 @@ from .ops.optimizer import AdamGroup, AdamRow, AdamStep, StepInputs, StepResult
 from .ops.overlap import check_writable
 from .outcomes import first_of_all
 from .shards import first_index, is_sharded, local, ranks
-from .state_map import StateMap
+from .state_map import BorrowedStates, StateMap
 
 if TYPE_CHECKING:
     from .fused_adam import FusedAdam
@@ -25,7 +25,7 @@ class StepTable:
 
     Args:
         params, names: all parameters of the optimizer, in order. missing: which of them have no gradient now.
-        held: every state tensor of the optimizer, to notice replaced ones.
+        held: every state of the optimizer in one list, to notice what is replaced.
         modes: whatever else the rows were made from.
     """
 
@@ -84,7 +84,7 @@ class StepTable:
         """True if both are for the same gradients."""
         return self._missing == other._missing
 
-    def settle(self, params: list[Tensor], state: StateMap) -> None:
+    def settle(self, params: list[Tensor], state: StateMap | BorrowedStates) -> None:
         """Remembers, after a close look, what `ready` may take for granted until somebody gets hold of a state."""
         self._state, self._changes, self._handed_out = state, state.changes, len(state.handed_out)
         rows = [-1] * len(params)
@@ -93,7 +93,7 @@ class StepTable:
         looked_at = [state.own_state(param) for param in state.handed_out if param in state]
         self._quick = len(self._steps) == 1 and not self._sharded and self._steps[0].watch(params, rows, looked_at)
 
-    def ready(self, params: list[Tensor], modes: list[Any], state: StateMap) -> bool:
+    def ready(self, params: list[Tensor], modes: list[Any], state: StateMap | BorrowedStates) -> bool:
         """True in the usual case: nothing has changed, and the gradients are set. False only says: look closely."""
         return (
             self._quick
@@ -114,6 +114,10 @@ class StepTable:
             return
         for place, step in zip(self._places, self._steps, strict=True):
             step.set_grads([active[k] for k in place])
+
+    def drop_grads(self) -> None:
+        for step in self._steps:
+            step.drop_grads()
 
     def run(self, groups: list[AdamGroup], inputs: StepInputs, forced: str | None) -> tuple[StepResult, Tensor | None]:
         """The step on every device; (the result, the first non-finite gradient's index in `names` or None)."""

@@ -84,19 +84,19 @@ class AdamPlan {
   // This step's gradients, straight from the parameters; false if that needs a closer look, and set_grads().
   // Their parameters are marked as written in place.
   bool read(const TensorReader& reader, const py::list& params, int threads) {
-    if (!ready_ || !kept_) return false;
-    kept_->drop(threads);
+    drop_grads(threads);
     std::vector<TensorRef> grads;
-    if (!watch_.read(reader, params, grads, small() ? nullptr : kept_.get(), threads) || grads.size() != rows_.size())
+    if (!ready_ || !kept_ || !watch_.read(reader, params, grads, *kept_, threads) || !fit(grads)) {
+      drop_grads(threads);  // those of the parameters before the one that has changed
       return false;
-    for (size_t i = 0; i < rows_.size(); ++i)
-      if (grads[i].numel != rows_[i].numel) return false;
+    }
     take(std::move(grads));
     return true;
   }
 
-  // Lets go of the gradients that read() kept.
+  // Lets go of the gradients; the next step brings its own.
   void drop_grads(int threads) {
+    grads_.clear();
     if (kept_) kept_->drop(threads);
   }
 
@@ -121,7 +121,12 @@ class AdamPlan {
   }
 
  private:
-  // So little work that keeping Python's lock costs nobody anything: nobody can drop a gradient meanwhile.
+  bool fit(const std::vector<TensorRef>& grads) const {
+    return std::equal(grads.begin(), grads.end(), rows_.begin(), rows_.end(),
+                      [](const TensorRef& grad, const AdamRow& row) { return grad.numel == row.numel; });
+  }
+
+  // So little work that keeping Python's lock costs nobody anything.
   bool small() const { return elements_ <= kSmall; }
 
   std::unique_ptr<py::gil_scoped_release> unlocked() const {

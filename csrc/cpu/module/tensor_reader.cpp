@@ -67,8 +67,7 @@ TensorReader::TensorReader(const std::string& folder, PyObject* tensor_type, PyO
   torch.find("_ZN2at6native6is_negERKNS_6TensorE", is_negated_);
   torch.find("_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE", bump_version_);
   torch.find("aoti_torch_is_defined", is_defined_);
-  torch.find("aoti_torch_new_tensor_handle", new_handle_);
-  torch.find("aoti_torch_delete_tensor_object", delete_handle_);
+  torch.find("aoti_torch_assign_tensors", assign_);
   torch.find("aoti_torch_get_device_type", device_type_of_);
   torch.find("aoti_torch_get_layout", layout_of_);
   torch.find("aoti_torch_get_dtype", dtype_of_);
@@ -76,6 +75,9 @@ TensorReader::TensorReader(const std::string& folder, PyObject* tensor_type, PyO
   torch.find("aoti_torch_get_sizes", sizes_of_);
   torch.find("aoti_torch_is_contiguous", is_contiguous_);
   torch.find("aoti_torch_get_data_ptr", data_of_);
+  int32_t (*new_nothing)(Handle*);
+  torch.find("aoti_torch_new_uninitialized_tensor", new_nothing);
+  if (new_nothing(&nothing_)) throw std::runtime_error("halfstep._cpu: this torch makes no undefined tensor");
 }
 
 // To be asked first: the other questions complain aloud about tensors that have no memory. A negated one (z.conj().imag) holds
@@ -109,8 +111,8 @@ bool TensorReader::read(Handle tensor, TensorFacts& facts) const {
 bool TensorReader::still(Handle tensor, const TensorFacts& facts) const {
   int32_t dtype;
   void* data;  // the same address and sizes: then it is on the CPU as before
-  return has_sizes(tensor, facts) && !dtype_of_(tensor, &dtype) && dtype == facts.dtype && !data_of_(tensor, &data) &&
-         data == facts.data;
+  return has_sizes(tensor, facts) && !dtype_of_(tensor, &dtype) && dtype == facts.dtype && !is_negated_(tensor) &&
+         !data_of_(tensor, &data) && data == facts.data;
 }
 
 bool TensorReader::is_like(Handle tensor, const TensorFacts& like, const void*& data, Dtype& dtype) const {

@@ -64,12 +64,12 @@ class TensorReader {
     for (int line = 0; line < 4; ++line) __builtin_prefetch(implementation + 64 * line);
   }
 
-  // A reference that keeps the tensor alive until it is released.
-  Handle keep(Handle tensor) const {
-    void* kept = nullptr;
-    return new_handle_(tensor, &kept) ? nullptr : kept;
-  }
-  void release(Handle kept) const { delete_handle_(kept); }
+  // An at::Tensor of our own: as one that refers to nothing, and made to refer to what another does (or to nothing again), which
+  // keeps that alive. No memory is allocated for it, as a handle of the C interface would need.
+  using Reference = const void*;
+  Reference none() const { return *static_cast<const Reference*>(nothing_); }
+  void refer(Reference& reference, Handle tensor) const { assign_(tensor, &reference); }
+  void let_go(Reference& reference) const { assign_(nothing_, &reference); }
 
  private:
   bool is_plain(Handle tensor) const;
@@ -77,13 +77,13 @@ class TensorReader {
 
   PyObject *tensor_type_, *parameter_type_;  // borrowed: torch keeps its classes
   Py_ssize_t offset_ = 0;                    // of the at::Tensor in the Python object
+  Handle nothing_ = nullptr;                 // an undefined at::Tensor, never freed
   int32_t cpu_, strided_, dtypes_[kDtypes];
   Handle (*grad_of_)(const void*);  // const at::Tensor& c10::TensorImpl::grad() const
   bool (*is_negated_)(Handle);      // bool at::native::is_neg(const at::Tensor&)
   void (*bump_version_)(Handle);    // void torch::autograd::impl::bump_version(const at::Tensor&)
   int32_t (*is_defined_)(Handle, bool*);
-  int32_t (*new_handle_)(Handle, void**);
-  int32_t (*delete_handle_)(Handle);
+  int32_t (*assign_)(Handle, Reference*);
   int32_t (*device_type_of_)(Handle, int32_t*);
   int32_t (*layout_of_)(Handle, int32_t*);
   int32_t (*dtype_of_)(Handle, int32_t*);

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <utility>
 #include <vector>
 
 #include "../multi_tensor.h"
@@ -19,26 +18,25 @@ namespace py = pybind11;
 constexpr int64_t kTogether = 32;  // tensors that a thread looks at together
 constexpr int64_t kFew = 512;      // tensors that one thread looks at sooner than another one has woken up
 
-// Tensors that stay alive though Python may let go of them while the kernels run without its lock.
+// Tensors that stay alive though Python may let go of them: between two calls, or while the kernels run without its lock.
 class KeptTensors {
  public:
   explicit KeptTensors(const TensorReader& reader) : reader_(reader) {}
   ~KeptTensors() { drop(1); }
   KeptTensors(const KeptTensors&) = delete;
 
-  void make_room(size_t count) { kept_.assign(count, nullptr); }
-  void put(size_t i, TensorReader::Handle tensor) { kept_[i] = reader_.keep(tensor); }
+  void make_room(size_t count) { kept_.assign(count, reader_.none()); }
+  void put(size_t i, TensorReader::Handle tensor) { reader_.refer(kept_[i], tensor); }
   void drop(int threads) {
     const int64_t count = static_cast<int64_t>(kept_.size());
 #pragma omp parallel for num_threads(threads) if (count > kFew && threads > 1)
-    for (int64_t i = 0; i < count; ++i)
-      if (kept_[static_cast<size_t>(i)]) reader_.release(kept_[static_cast<size_t>(i)]);
+    for (int64_t i = 0; i < count; ++i) reader_.let_go(kept_[static_cast<size_t>(i)]);
     kept_.clear();
   }
 
  private:
   const TensorReader reader_;  // a copy: this may outlive the Python object
-  std::vector<TensorReader::Handle> kept_;
+  std::vector<TensorReader::Reference> kept_;
 };
 
 // All parameters of an optimizer on one device, and which row of the plan each one is: -1 = it has no gradient.
@@ -58,16 +56,16 @@ class ParamWatch {
   }
 
   // The gradients, in the order of the rows; false if a parameter is another one or elsewhere, has a gradient where it had
-  // none or the reverse, or a gradient is not plain and contiguous. `kept` (null: not needed) takes what holds the memory.
+  // none or the reverse, or a gradient is not plain and contiguous. `kept` takes what holds the memory.
   // Where the tensors are out of the caches, as after a backward, this is waiting for memory: so several threads wait.
-  bool read(const TensorReader& reader, const py::list& params, std::vector<TensorRef>& grads, KeptTensors* kept,
+  bool read(const TensorReader& reader, const py::list& params, std::vector<TensorRef>& grads, KeptTensors& kept,
             int threads) const {
     if (!readable_ || params.size() != params_.size()) return false;
     const int64_t count = static_cast<int64_t>(params_.size());
     for (int64_t i = 0; i < count; ++i)
       if (PyList_GET_ITEM(params.ptr(), i) != params_[static_cast<size_t>(i)].object) return false;
     grads.resize(rows_);
-    if (kept) kept->make_room(rows_);
+    kept.make_room(rows_);
     const int64_t blocks = (count + kTogether - 1) / kTogether;
     bool ready = true;
 #pragma omp parallel for num_threads(threads) reduction(&& : ready) if (count > kFew && threads > 1)
@@ -90,7 +88,7 @@ class ParamWatch {
   PyObject* object(int64_t i) const { return params_[static_cast<size_t>(i)].object; }
 
   // In steps over the whole block, so that one tensor's memory arrives while the others' is asked for.
-  bool read_block(const TensorReader& reader, int64_t first, std::vector<TensorRef>& grads, KeptTensors* kept) const {
+  bool read_block(const TensorReader& reader, int64_t first, std::vector<TensorRef>& grads, KeptTensors& kept) const {
     const int64_t count = static_cast<int64_t>(params_.size());
     const int64_t n = std::min(kTogether, count - first);
     TensorReader::Handle tensors[kTogether], found[kTogether];
@@ -115,13 +113,13 @@ class ParamWatch {
   }
 
   static bool take(const TensorReader& reader, const Param& param, TensorReader::Handle grad,
-                   std::vector<TensorRef>& grads, KeptTensors* kept) {
+                   std::vector<TensorRef>& grads, KeptTensors& kept) {
     const size_t row = static_cast<size_t>(param.row);
     const void* data;
     if (!reader.is_like(grad, param.facts, data, grads[row].dtype)) return false;
     grads[row].data = const_cast<void*>(data);
     grads[row].numel = param.facts.numel;
-    if (kept) kept->put(row, grad);
+    kept.put(row, grad);
     return true;
   }
 
@@ -137,14 +135,16 @@ class StateWatch {
     for (size_t i = 0; i < states_.size(); ++i) {
       PyObject *key, *value;
       for (Py_ssize_t at = 0; PyDict_Next(states[i].cast<py::dict>().ptr(), &at, &key, &value);) {
-        states_[i].emplace_back(value, TensorFacts());
+        readable_ = readable_ && PyUnicode_CheckExact(key);
+        if (!readable_) return;
+        states_[i].push_back({py::reinterpret_borrow<py::object>(key), value, TensorFacts()});
         const TensorReader::Handle tensor = reader.tensor(value);
-        readable_ = readable_ && tensor && reader.read(tensor, states_[i].back().second);
+        readable_ = tensor && reader.read(tensor, states_[i].back().facts);
       }
     }
   }
 
-  // True if each holds the same tensors, which have the same facts.
+  // True if each holds the same tensors under the same keys, and they have the same facts.
   bool still(const TensorReader& reader, const py::list& states) const {
     if (!readable_ || states.size() != states_.size()) return false;
     for (size_t i = 0; i < states_.size(); ++i) {
@@ -152,18 +152,23 @@ class StateWatch {
       if (!PyDict_Check(state) || PyDict_Size(state) != static_cast<Py_ssize_t>(states_[i].size())) return false;
       PyObject *key, *value;
       Py_ssize_t at = 0;
-      for (const auto& expected : states_[i]) {
+      for (const Entry& expected : states_[i]) {
         if (!PyDict_Next(state, &at, &key, &value)) return false;
-        if (value != expected.first) return false;
+        if (key != expected.key.ptr() || value != expected.value) return false;
         const TensorReader::Handle tensor = reader.tensor(value);
-        if (!tensor || !reader.still(tensor, expected.second)) return false;
+        if (!tensor || !reader.still(tensor, expected.facts)) return false;
       }
     }
     return true;
   }
 
  private:
-  std::vector<std::vector<std::pair<PyObject*, TensorFacts>>> states_;
+  struct Entry {
+    py::object key;  // kept: a string, in no cycle, whose address must not become another's
+    PyObject* value;
+    TensorFacts facts;
+  };
+  std::vector<std::vector<Entry>> states_;
   bool readable_ = true;
 };
 

@@ -32,9 +32,10 @@ def check_tensor(tensor: Tensor, name: str, dtypes: Sequence[torch.dtype] = DTYP
 def is_dense(tensor: Tensor) -> bool:
     """True if the elements fill one gap-free block of memory, each exactly once, in whatever order of dimensions.
 
-    Not so for a lazily negated tensor (z.conj().imag): its memory holds every number with the other sign.
+    Not so for a lazily negated tensor (z.conj().imag), whose memory holds every number with the other sign, and for the
+    zeros without memory that autograd makes.
     """
-    if tensor.is_neg():
+    if tensor.is_neg() or tensor._is_zerotensor():
         return False
     if tensor.is_contiguous():
         return True

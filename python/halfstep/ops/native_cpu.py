@@ -154,6 +154,9 @@ class AdamPlan:
             return False
         return self._plan.read(reader, params, torch.get_num_threads())
 
+    def drop_grads(self) -> None:
+        self._plan.drop_grads(torch.get_num_threads())
+
     def grad_stats(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         total, first_bad = self._plan.grad_stats(_inverse(scale), torch.get_num_threads(), isa)
         return _real(total), _whole(first_bad)
@@ -173,5 +176,4 @@ class AdamPlan:
             healed = self._plan.update(
                 groups, grad_factor, inputs.seed, inputs.stochastic_weight, inputs.heal, torch.get_num_threads(), isa
             )
-        self._plan.drop_grads(torch.get_num_threads())
         return StepResult(_real(norm), torch.scalar_tensor(skip, dtype=torch.bool), _whole(healed))

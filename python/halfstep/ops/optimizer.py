@@ -33,7 +33,7 @@ __all__ = [
 
 
 _pointer, _size, _contiguous = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
-_negated = Tensor.is_neg
+_negated, _nowhere = Tensor.is_neg, Tensor._is_zerotensor
 _dtype, _device = attrgetter("dtype"), attrgetter("device")
 _DTYPE_SET = frozenset(DTYPES)
 
@@ -99,8 +99,8 @@ class AdamStep:
         self._layouts = [row.exp_avg for row in work]
         self._all_contiguous = all(map(_contiguous, self._layouts))
         self._strided = [t for t in self._tensors if not t.is_contiguous()]
-        # of each gradient: contiguous, its size, not lazily negated (the memory would hold the other sign)
-        self._usual = [(True, param.numel(), False) for param in self._params]
+        # of each gradient: contiguous, its size, not lazily negated (its memory has the other sign), not without memory
+        self._usual = [(True, param.numel(), False, False) for param in self._params]
         self._grads_seen = False
         self._facts = self._current()
         self._backend = backend.choose(self.device, forced)
@@ -114,10 +114,12 @@ class AdamStep:
         """Runs every step for every tensor: what costs is each tensor's first touch (a cache miss), hence one pass."""
         tensors = self._tensors
         facts = zip(
-            map(_pointer, tensors), map(_size, tensors), map(_dtype, tensors), map(_contiguous, tensors), strict=True
-        )
+            map(_pointer, tensors), map(_size, tensors), map(_dtype, tensors), map(_contiguous, tensors),
+            map(_negated, tensors), strict=True,
+        )  # fmt: skip
+        counters = self._counters
         strides = [(t.shape, t.stride()) for t in self._strided]
-        return list(facts), list(map(_pointer, self._counters)), strides
+        return list(facts), list(map(_pointer, counters)), list(map(_dtype, counters)), strides
 
     def watch(self, params: list[Tensor], rows: list[int], states: list[dict[str, Any]]) -> bool:
         """From here on `read` may be used. False if this backend or these tensors do not allow it.
@@ -156,7 +158,15 @@ class AdamStep:
         try:
             return (
                 self._all_contiguous
-                and list(zip(map(_contiguous, grads), map(_size, grads), map(_negated, grads), strict=True))
+                and list(
+                    zip(
+                        map(_contiguous, grads),
+                        map(_size, grads),
+                        map(_negated, grads),
+                        map(_nowhere, grads),
+                        strict=True,
+                    )
+                )
                 == self._usual
                 and set(map(_dtype, grads)) <= _DTYPE_SET
                 and set(map(_device, grads)) == {self.device}
@@ -179,8 +189,12 @@ class AdamStep:
             param.copy_(buffer)
         if not self._marked:
             increment_version(self._params)  # what autograd may have saved
-        self._grads, self._logical = [], None
         return result
+
+    def drop_grads(self) -> None:
+        """Lets go of this step's gradients, whatever became of it: the caller may free them."""
+        self._grads, self._logical = [], None
+        self._plan.drop_grads()
 
     def _laid_out(self, row: AdamRow, name: str, stochastic_weight: bool) -> AdamRow:
         check_tensor(row.param, name)

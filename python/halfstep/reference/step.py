@@ -76,7 +76,7 @@ def decide(inputs: StepInputs) -> Decision:
 
 
 class AdamPlan:
-    """The rows of one device; `set_grads`, then `grad_stats` if needed, then `update`."""
+    """The rows of one device; `set_grads`, then `grad_stats` if needed, then `update`, then `drop_grads`."""
 
     def __init__(self, rows: Sequence[AdamRow]) -> None:
         self.rows = list(rows)
@@ -84,6 +84,9 @@ class AdamPlan:
 
     def set_grads(self, grads: Sequence[Tensor]) -> None:
         self.grads = list(grads)
+
+    def drop_grads(self) -> None:
+        self.grads = []
 
     def grad_stats(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         return grad_stats(self.grads, inverse(scale))
