@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +19,7 @@ from torch.nn import Parameter
 
 import halfstep as hs
 from halfstep import _cpu
+from halfstep.ops import lists, native_cpu
 
 # A call takes a twentieth of a second at least: time enough for another thread to wake up in on a busy machine
 SIZE, TIMES = 2**20, 512
@@ -83,6 +86,69 @@ def test_another_thread_runs_during_a_call(make):
     during = list(ran)
     other.join()
     assert (before, during) == ([], [True])
+
+
+def test_a_table_keeps_its_tensors_alive_whatever_becomes_of_the_list():
+    tensors = [torch.zeros(3) for _ in range(4)]
+    alive = [weakref.ref(t) for t in tensors]
+    table = _cpu.read_list(native_cpu.tensor_reader(), tensors)
+    tensors.clear()
+    gc.collect()
+    assert all(ref() is not None for ref in alive)
+    del table
+    assert all(ref() is None for ref in alive)
+
+
+def cast_to(dst: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], object]:
+    return lambda given: native_cpu.cast_(lists.read(dst) or [], lists.read(given) or [], stochastic=False, seed=0)
+
+
+# Nothing in them lets go of the GIL before the list is read
+LIST_CALLS = {
+    "grad_stats": lambda: hs.grad_stats,
+    "unscale_": lambda: lambda given: native_cpu.unscale_(lists.read(given) or [], 1.0),
+    "cast_": lambda: cast_to([torch.ones(SIZE, dtype=BFLOAT16)] * TIMES),
+}
+
+
+@pytest.mark.parametrize("make", LIST_CALLS.values(), ids=LIST_CALLS)
+@pytest.mark.usefixtures("nobody_is_preempted")
+def test_another_thread_empties_the_list_during_a_call(make):
+    """It gets the GIL when the kernels let it go, and drops the last reference that anybody but the call has."""
+    call, given = make(), [torch.ones(SIZE)] * TIMES
+    alive, seen, wake = weakref.ref(given[0]), [], threading.Event()
+
+    def empty() -> None:
+        wake.wait()
+        given.clear()
+        seen.append(alive() is not None)
+
+    other = threading.Thread(target=empty)
+    other.start()
+    wake.set()
+    with Conditions("baseline", 1).hold():
+        call(given)
+    during = list(seen)
+    other.join()
+    assert (during, alive()) == ([True], None)
+
+
+def test_a_list_that_another_thread_changes_all_the_time():
+    """Each call sees one state of it, and all tensors that come and go are ones: the squares are whole numbers."""
+    shared, stop = [torch.ones(64)], threading.Event()
+
+    def change() -> None:
+        while not stop.is_set():
+            shared[:] = [torch.ones(64) for _ in range(len(shared) % 200 + 1)]
+            shared.append(torch.ones(64))
+
+    with ThreadPoolExecutor(1) as pool:
+        changing = pool.submit(change)
+        squares = [hs.grad_stats(shared)[0].item() ** 2 / 64 for _ in range(300)]
+        stop.set()
+        changing.result()
+    assert squares == pytest.approx([round(s) for s in squares])
+    assert 1 <= min(squares) < max(squares) < 202
 
 
 def train(seed: int) -> hs.AdamW:

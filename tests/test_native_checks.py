@@ -11,6 +11,7 @@ from bits import assert_same_bits
 from conditions import ISAS
 
 from halfstep import _cpu
+from halfstep.ops import native_cpu
 
 F32, BF16, F16 = range(3)
 X = torch.zeros(4)
@@ -103,6 +104,15 @@ def test_a_callers_mistake_is_an_error(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
     assert not X.any()
+
+
+def test_lists_of_different_shapes_are_not_cast():
+    read = [_cpu.read_list(native_cpu.tensor_reader(), [torch.zeros(*s)]) for s in ((4,), (5,), (2, 2))]
+    for other in read[1:]:
+        with pytest.raises(ValueError, match="the lists of cast_ have different shapes"):
+            _cpu.cast_(read[0], other, False, 0, *RUN)
+    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
+        _cpu.grad_stats(read[0], 1.0, 0, "")
 
 
 @pytest.mark.parametrize(

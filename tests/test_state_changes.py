@@ -126,7 +126,9 @@ def test_a_counter_whose_memory_is_read_as_another_dtype():
         state["step"].data = counter.view(torch.float64)
         for _ in range(2):
             before = held(optimizer)
-            with pytest.raises(ValueError, match=r"its step is tensor\(.*float64\); expected a whole number of updates"):
+            with pytest.raises(
+                ValueError, match=r"its step is tensor\(.*float64\); expected a whole number of updates"
+            ):
                 train(optimizer, [5])
             assert_same(held(optimizer), before)
         state["step"].data = counter

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .ops import cast as cast_ops
+from .ops import lists
 from .ops import schemas as _schemas  # noqa: F401  registers torch.ops.halfstep
 from .ops.layout import check_tensor
 from .ops.overlap import check_writable
@@ -47,6 +48,21 @@ def cast_(dst_list: Sequence[Tensor], src_list: Sequence[Tensor], rounding: str 
         raise ValueError(
             f"dst_list has {len(dst)} tensors and src_list {len(src)}; they are paired, so give as many of each"
         )
+    stochastic = rounding == "stochastic"
+    if torch.compiler.is_compiling():
+        _check_pairs(dst, src)
+        torch.ops.halfstep.cast_(dst, src, stochastic, seed)
+        return
+    plain = lists.read_pairs(dst, src)
+    if plain is not None:
+        cast_ops.cast_(*plain, stochastic, seed)
+        return
+    _check_pairs(dst, src)
+    _check_memory(dst, src)
+    cast_ops.cast_(dst, src, stochastic, seed)
+
+
+def _check_pairs(dst: list[Tensor], src: list[Tensor]) -> None:
     for i, (d, s) in enumerate(zip(dst, src, strict=True)):
         check_tensor(d, f"dst_list[{i}]")
         check_tensor(s, f"src_list[{i}]")
@@ -58,11 +74,10 @@ def cast_(dst_list: Sequence[Tensor], src_list: Sequence[Tensor], rounding: str 
             raise ValueError(
                 f"pair {i} is on {d.device} and {s.device}, the first on {dst[0].device}; use one device a call"
             )
-    if torch.compiler.is_compiling():
-        torch.ops.halfstep.cast_(dst, src, rounding == "stochastic", seed)
-        return
-    # a pair of one and the same tensor overwrites itself with itself; any other shared memory is a race
+
+
+def _check_memory(dst: list[Tensor], src: list[Tensor]) -> None:
+    """A pair of one and the same tensor overwrites itself with itself; any other shared memory is a race."""
     reads = [(f"src_list[{i}]", s) for i, (d, s) in enumerate(zip(dst, src, strict=True)) if s is not d]
     names = [f"dst_list[{i}]" for i in range(len(dst))]
     check_writable(dst, names, [s for _, s in reads], [name for name, _ in reads])
-    cast_ops.cast_(dst, src, rounding == "stochastic", seed)

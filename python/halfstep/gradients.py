@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .ops import lists
 from .ops import optimizer as optimizer_ops
 from .ops.layout import check_tensor
 from .ops.overlap import check_writable
@@ -18,6 +19,9 @@ from .shards import is_sharded
 
 def _checked(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
     found = list(tensors)
+    plain = lists.read(found)
+    if plain is not None:
+        return plain
     for i, tensor in enumerate(found):
         check_tensor(tensor, f"{name}[{i}]")
         if is_sharded(tensor):
@@ -29,6 +33,12 @@ def _checked(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
                 f"{name}[{i}] is on {tensor.device}, {name}[0] on {found[0].device}; use one device a call"
             )
     return found
+
+
+def _check_writable(grads: list[Tensor], name: str) -> None:
+    """`name` has braces where the index goes."""
+    if not lists.are_apart(grads):
+        check_writable(grads, [name.format(i) for i in range(len(grads))])
 
 
 def _scalar(value: Tensor | float, name: str, device: torch.device) -> Tensor:
@@ -100,7 +110,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float, found_inf: Tens
 def unscale_and_find_(grads: Iterable[Tensor], inv_scale: Tensor) -> Tensor:
     """`unscale_` that tells which gradient is the first with a value that is Inf or NaN: 0-d int64, -1 if none is."""
     checked = _checked(grads, "grads")
-    check_writable(checked, [f"grads[{i}]" for i in range(len(checked))])
+    _check_writable(checked, "grads[{}]")
     return optimizer_ops.unscale_(checked, inv_scale)
 
 
@@ -142,7 +152,7 @@ def clip_grad_norm_(
     grads = _checked([p.grad for p in params if p.grad is not None], "parameters' gradients")
     if torch.compiler.is_compiling():
         return torch.ops.halfstep.clip_grad_norm_(grads, float(max_norm))
-    check_writable(grads, [f"gradient {i}" for i in range(len(grads))])
+    _check_writable(grads, "gradient {}")
     if error_if_nonfinite:
         norm, _ = grad_stats(grads)
         if not norm.isfinite():

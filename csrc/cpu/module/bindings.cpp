@@ -3,35 +3,63 @@
 // caller's mistake must be an exception, never an access out of bounds.
 #include "adam_plan.h"
 #include "arguments.h"
+#include "tensor_list.h"
 #include "tensor_reader.h"
 
 namespace halfstep {
 namespace {
 
-std::pair<double, int64_t> bind_grad_stats(const Addresses& grad, const Integers& numel, const Integers& dtype,
-                                           double factor, int threads, const std::string& isa) {
-  const std::vector<TensorRef> grads = tensors(grad, numel, dtype);
+std::pair<double, int64_t> run_grad_stats(const std::vector<TensorRef>& grads, double factor, int threads,
+                                          const std::string& isa) {
   const Run run = run_with(threads, isa);
   const py::gil_scoped_release nogil;
   const GradStats s = grad_stats(grads, rounded(factor), run);
   return {s.sum_squares, s.first_nonfinite};
 }
 
-int64_t bind_scale(const Addresses& data, const Integers& numel, const Integers& dtype, double factor, int threads,
-                   const std::string& isa) {
-  const std::vector<TensorRef> list = tensors(data, numel, dtype);
+int64_t run_scale(const std::vector<TensorRef>& list, double factor, int threads, const std::string& isa) {
   const Run run = run_with(threads, isa);
   const py::gil_scoped_release nogil;
   return scale(list, rounded(factor), run);
 }
 
-void bind_cast(const Addresses& dst, const Integers& dst_dtype, const Addresses& src, const Integers& src_dtype,
-               const Integers& numel, bool stochastic, uint32_t seed, int threads, const std::string& isa) {
-  check_length("src", src.size(), dst.size());
-  const std::vector<TensorRef> to = tensors(dst, numel, dst_dtype), from = tensors(src, numel, src_dtype);
+void run_cast(const std::vector<TensorRef>& to, const std::vector<TensorRef>& from, bool stochastic, uint32_t seed,
+              int threads, const std::string& isa) {
   const Run run = run_with(threads, isa);
   const py::gil_scoped_release nogil;
   cast(to, from, stochastic, seed, run);
+}
+
+std::pair<double, int64_t> bind_grad_stats(const Addresses& grad, const Integers& numel, const Integers& dtype,
+                                           double factor, int threads, const std::string& isa) {
+  return run_grad_stats(tensors(grad, numel, dtype), factor, threads, isa);
+}
+
+int64_t bind_scale(const Addresses& data, const Integers& numel, const Integers& dtype, double factor, int threads,
+                   const std::string& isa) {
+  return run_scale(tensors(data, numel, dtype), factor, threads, isa);
+}
+
+void bind_cast(const Addresses& dst, const Integers& dst_dtype, const Addresses& src, const Integers& src_dtype,
+               const Integers& numel, bool stochastic, uint32_t seed, int threads, const std::string& isa) {
+  check_length("src", src.size(), dst.size());
+  run_cast(tensors(dst, numel, dst_dtype), tensors(src, numel, src_dtype), stochastic, seed, threads, isa);
+}
+
+// The same three of lists that are read already.
+std::pair<double, int64_t> bind_list_grad_stats(const TensorList& grads, double factor, int threads,
+                                                const std::string& isa) {
+  return run_grad_stats(grads.refs(), factor, threads, isa);
+}
+
+int64_t bind_list_scale(const TensorList& list, double factor, int threads, const std::string& isa) {
+  return run_scale(list.refs(), factor, threads, isa);
+}
+
+void bind_list_cast(const TensorList& dst, const TensorList& src, bool stochastic, uint32_t seed, int threads,
+                    const std::string& isa) {
+  if (!dst.has_shapes_of(src)) refuse("the lists of cast_ have different shapes");
+  run_cast(dst.refs(), src.refs(), stochastic, seed, threads, isa);
 }
 
 py::tuple bind_decide(double sum_squares, float scale, double max_norm, bool nonfinite, bool skip_nonfinite,
@@ -114,6 +142,13 @@ PYBIND11_MODULE(_cpu, m) {
       .def("facts", &bind_facts, arg("tensor"))
       .def("grad", &bind_grad, arg("tensor"))
       .def("bump_version", &bind_bump_version, arg("tensor"));
+  py::class_<TensorList>(m, "TensorList", py::module_local())
+      .def("has_shapes_of", &TensorList::has_shapes_of, arg("other"))
+      .def("apart", &TensorList::apart, arg("source") = nullptr);
+  m.def("read_list", &TensorList::read, arg("reader"), arg("tensors"));
+  m.def("grad_stats", &bind_list_grad_stats, arg("grad"), arg("factor"), arg("threads"), arg("isa"));
+  m.def("scale_", &bind_list_scale, arg("data"), arg("factor"), arg("threads"), arg("isa"));
+  m.def("cast_", &bind_list_cast, arg("dst"), arg("src"), arg("stochastic"), arg("seed"), arg("threads"), arg("isa"));
   py::class_<StateWatch>(m, "StateWatch", py::module_local())
       .def(py::init<const TensorReader&, const py::list&>(), arg("reader"), arg("states"))
       .def("still", &StateWatch::still, arg("reader"), arg("states"));

@@ -105,7 +105,8 @@ bool TensorReader::read(Handle tensor, TensorFacts& facts) const {
   facts.dims = static_cast<int32_t>(dims);
   facts.numel = 1;
   for (int64_t i = 0; i < dims; ++i) facts.numel *= facts.sizes[i] = sizes[i];
-  return has_sizes(tensor, facts) && (data || facts.numel == 0);
+  bool contiguous;
+  return !is_contiguous_(tensor, &contiguous) && contiguous && (data || facts.numel == 0);
 }
 
 bool TensorReader::still(Handle tensor, const TensorFacts& facts) const {
@@ -121,11 +122,14 @@ bool TensorReader::is_like(Handle tensor, const TensorFacts& like, const void*& 
   if (!is_plain(tensor) || !has_sizes(tensor, like) || dtype_of_(tensor, &torchs) || data_of_(tensor, &found) ||
       (!found && like.numel > 0))
     return false;
-  const int32_t* known = std::find(dtypes_, dtypes_ + kDtypes, torchs);
-  if (known == dtypes_ + kDtypes) return false;
   data = found;
+  return knows(torchs, dtype);
+}
+
+bool TensorReader::knows(int32_t torchs, Dtype& dtype) const {
+  const int32_t* known = std::find(dtypes_, dtypes_ + kDtypes, torchs);
   dtype = static_cast<Dtype>(known - dtypes_);
-  return true;
+  return known != dtypes_ + kDtypes;
 }
 
 }  // namespace halfstep

@@ -55,6 +55,9 @@ class TensorReader {
   // True if `read` would succeed, with these sizes and a dtype that the kernels know.
   bool is_like(Handle tensor, const TensorFacts& like, const void*& data, Dtype& dtype) const;
 
+  // True if the kernels know the dtype of torch's number `torchs`.
+  bool knows(int32_t torchs, Dtype& dtype) const;
+
   // As autograd wants to know of a tensor that is written in place. Not for inference tensors.
   void bump_version(Handle tensor) const { bump_version_(tensor); }
 

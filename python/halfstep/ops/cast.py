@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 
 from ..reference.rounding import join_master, round_to, split_master
 from . import backend
-from .layout import as_layout, is_dense
+from .layout import PlainList, as_layout, is_dense
 
 __all__ = ["cast_", "join_master", "round_to", "split_master"]
 
@@ -18,6 +18,10 @@ __all__ = ["cast_", "join_master", "round_to", "split_master"]
 def cast_(dst: Sequence[Tensor], src: Sequence[Tensor], stochastic: bool, seed: int) -> None:
     """dst[i] = src[i] in dst[i]'s dtype, to nearest even or stochastically (word of the element's logical index)."""
     if not dst:
+        return
+    if isinstance(dst, PlainList) and isinstance(src, PlainList):
+        backend.choose(dst[0].device).cast_(dst, src, stochastic=stochastic, seed=seed)
+        increment_version(dst)
         return
     keep = [is_dense(d) and (d.is_contiguous() or not stochastic) for d in dst]
     work = [d if k else torch.empty(d.shape, dtype=d.dtype, device=d.device) for d, k in zip(dst, keep, strict=True)]

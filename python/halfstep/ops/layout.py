@@ -7,13 +7,28 @@ copied into a dense buffer, worked on, and copied back. overlap.py refuses memor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = (torch.bfloat16, torch.float16)
+
+
+class PlainList(list[Tensor]):
+    """Tensors that C++ has looked at (lists.py): contiguous in CPU memory, of dtypes the kernels know. Never changed.
+
+    Args:
+        table: halfstep._cpu.TensorList, which has read where they lie.
+    """
+
+    __slots__ = ("table",)
+
+    def __init__(self, tensors: Iterable[Tensor], table: Any) -> None:
+        super().__init__(tensors)
+        self.table = table
 
 
 def check_tensor(tensor: Tensor, name: str, dtypes: Sequence[torch.dtype] = DTYPES) -> None:

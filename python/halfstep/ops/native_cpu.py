@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..reference.optimizer import AdamGroup
 from ..reference.step import AdamRow, StepInputs, StepResult
+from .layout import PlainList
 
 name = "native"
 isa = ""  # "" = the best this machine runs; a test names another
@@ -59,6 +60,12 @@ def tensor_reader() -> Any:
     return reader if sees else None
 
 
+def read_list(tensors: list[Tensor]) -> Any:
+    """The _cpu.TensorList of these tensors, or None: see lists.py."""
+    reader = tensor_reader()
+    return None if reader is None else _native().read_list(reader, tensors)
+
+
 def _torch_version() -> tuple[int, ...]:
     return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -87,23 +94,28 @@ def _sizes(tensors: Sequence[Tensor]) -> list[int]:
     return [t.numel() for t in tensors]
 
 
+def _columns(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Where the tensors lie, as halfstep._cpu takes it."""
+    if isinstance(tensors, PlainList):
+        return (tensors.table,)
+    return _addresses(tensors), _sizes(tensors), _codes(tensors)
+
+
 def grad_stats(grads: Sequence[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    total, first_bad = _native().grad_stats(
-        _addresses(grads), _sizes(grads), _codes(grads), _inverse(scale), torch.get_num_threads(), isa
-    )
+    total, first_bad = _native().grad_stats(*_columns(grads), _inverse(scale), torch.get_num_threads(), isa)
     return _real(total), _whole(first_bad)
 
 
 def unscale_(grads: Sequence[Tensor], factor: float) -> Tensor:
-    first_bad = _native().scale_(_addresses(grads), _sizes(grads), _codes(grads), factor, torch.get_num_threads(), isa)
-    return _whole(first_bad)
+    return _whole(_native().scale_(*_columns(grads), factor, torch.get_num_threads(), isa))
 
 
 def cast_(dst: Sequence[Tensor], src: Sequence[Tensor], *, stochastic: bool, seed: int) -> None:
-    _native().cast_(
-        _addresses(dst), _codes(dst), _addresses(src), _codes(src), _sizes(dst), stochastic, seed,
-        torch.get_num_threads(), isa,
-    )  # fmt: skip
+    if isinstance(dst, PlainList) and isinstance(src, PlainList):
+        columns = (dst.table, src.table)
+    else:
+        columns = (_addresses(dst), _codes(dst), _addresses(src), _codes(src), _sizes(dst))
+    _native().cast_(*columns, stochastic, seed, torch.get_num_threads(), isa)
 
 
 class AdamPlan:

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from ..reference.optimizer import AdamGroup, clip_coefficient, norm_from
 from ..reference.step import AdamRow, StepInputs, StepResult
 from . import backend
-from .layout import DTYPES, NARROW, as_layout, check_tensor, dense_or_copy, is_dense, same_layout
+from .layout import DTYPES, NARROW, PlainList, as_layout, check_tensor, dense_or_copy, is_dense, same_layout
 
 __all__ = [
     "AdamGroup",
@@ -43,7 +43,7 @@ def grad_stats(grads: Sequence[Tensor], scale: Tensor | None, forced: str | None
     if not grads:
         return torch.zeros((), dtype=torch.float64), torch.tensor(-1)
     chosen = backend.choose(grads[0].device, forced)
-    return chosen.grad_stats([g.contiguous() for g in grads], scale)
+    return chosen.grad_stats(grads if isinstance(grads, PlainList) else [g.contiguous() for g in grads], scale)
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
     if not grads:
         return torch.tensor(-1)
     chosen = backend.choose(grads[0].device)
-    work = [dense_or_copy(g) for g in grads]
+    work = grads if isinstance(grads, PlainList) else [dense_or_copy(g) for g in grads]
     first_bad = chosen.unscale_(work, float(inv_scale))
     _copy_back(grads, work)
     return first_bad
@@ -67,9 +67,10 @@ def clip_grad_norm_(grads: Sequence[Tensor], max_norm: float) -> Tensor:
 
 
 def _copy_back(targets: Sequence[Tensor], work: Sequence[Tensor]) -> None:
-    for target, buffer in zip(targets, work, strict=True):
-        if buffer is not target:
-            target.copy_(buffer)
+    if work is not targets:
+        for target, buffer in zip(targets, work, strict=True):
+            if buffer is not target:
+                target.copy_(buffer)
     increment_version(list(targets))
 
 
