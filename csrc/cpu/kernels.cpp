@@ -36,6 +36,16 @@ struct Kind {
   }
 };
 
+HALFSTEP_FN Kind kind_of(const AdamRow& row, bool heal) {
+  return {row.param_dtype,
+          row.grad_dtype,
+          row.state_dtype,
+          row.master != nullptr,
+          row.remainder != nullptr,
+          row.max_exp_avg_sq != nullptr,
+          row.master != nullptr && heal};
+}
+
 // The value that the update starts from. A float32 master counts where it still rounds to the weight, bit for bit (any NaN
 // matches a NaN), else the weight does; `healed` counts those lanes.
 template <bool kWhole>
@@ -90,6 +100,14 @@ HALFSTEP_FN void update_vector(const Kind& kind, const AdamRow& row, const Updat
   store<kWhole>(row.exp_avg_sq, kind.state, i, v, words(kStreamExpAvgSq), n);
 }
 
+// What is left of a block, fewer elements than a vector: rare, so one copy for all kinds.
+__attribute__((noinline)) Bits update_rest(const AdamRow& row, const UpdateArgs& args, const RandomWords& random,
+                                           int offset, int64_t i, int n) {
+  Bits healed{};
+  update_vector<false>(kind_of(row, args.heal), row, args, random, offset, i, n, healed);
+  return healed;
+}
+
 // Asks for memory before it is needed: five streams are more than the hardware follows well, and it cannot know where the
 // next tensor lies.
 HALFSTEP_FN void prefetch(const void* x, Dtype d, int64_t i, int64_t n) {
@@ -107,14 +125,9 @@ HALFSTEP_FN void prefetch_row(const Kind& kind, const AdamRow& row, int64_t i, i
   if (kind.remainder) prefetch(row.remainder, Dtype::bf16, i, n);
 }
 
-HALFSTEP_FN Kind kind_of(const AdamRow& row, bool heal) {
-  return {row.param_dtype,
-          row.grad_dtype,
-          row.state_dtype,
-          row.master != nullptr,
-          row.remainder != nullptr,
-          row.max_exp_avg_sq != nullptr,
-          row.master != nullptr && heal};
+__attribute__((noinline)) void prefetch_next(const AdamRow& next, int64_t i) {
+  const int64_t left = next.numel - i;
+  if (left > 0) prefetch_row(kind_of(next, false), next, i, left < kBlock ? left : kBlock);
 }
 
 // The block kAhead elements from here, which may be one of the next row.
@@ -123,9 +136,7 @@ HALFSTEP_FN void prefetch_ahead(const Kind& kind, const AdamRow& row, int64_t bl
   if (ahead + kBlock <= end) {
     prefetch_row(kind, row, ahead, kBlock);
   } else if (next) {
-    const int64_t i = ahead < end ? 0 : (ahead - end) / kBlock * kBlock;
-    const int64_t left = next->numel - i;
-    if (left > 0) prefetch_row(kind_of(*next, false), *next, i, left < kBlock ? left : kBlock);
+    prefetch_next(*next, ahead < end ? 0 : (ahead - end) / kBlock * kBlock);
   }
 }
 
@@ -146,7 +157,7 @@ HALFSTEP_FN int64_t update_as(const Kind kind, const AdamRow row, const UpdateAr
     const int n = static_cast<int>(end - block < kBlock ? end - block : kBlock);
     int k = 0;
     for (; k + kWidth <= n; k += kWidth) update_vector<true>(kind, row, args, random, k, block + k, kWidth, healed);
-    if (k < n) update_vector<false>(kind, row, args, random, k, block + k, n - k, healed);
+    if (k < n) healed = healed + update_rest(row, args, random, k, block + k, n - k);
   }
   return sum(healed);
 }

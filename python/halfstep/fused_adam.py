@@ -219,6 +219,8 @@ class FusedAdam(torch.optim.Optimizer):
         if table is None:
             groups = [group for group in self.param_groups for _ in group["params"]]
             names = self.names()
+            active = [p for p in params if p.grad is not None]
+            states.give_counters(active, list(map(state.own_state, active)))
             for p, group, name in zip(params, groups, names, strict=True):
                 if p.grad is not None:
                     states.complete(p, state.own_state(p), group, self._rounds(p, group), name)

@@ -7,7 +7,7 @@ torch.optim wants it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -49,6 +49,15 @@ def zeros(param: Tensor, dtype: torch.dtype, logical_order: bool) -> Tensor:
     """A state of the parameter's kind: same shape, device, sharding (DTensor), and memory order unless logical."""
     order = torch.contiguous_format if logical_order else torch.preserve_format
     return torch.zeros_like(param, dtype=dtype, memory_format=order)
+
+
+def give_counters(params: Sequence[Tensor], found: Sequence[dict[str, Any]]) -> None:
+    """A step of 0 for each state that has none: views of one tensor, so that a step finds them side by side in memory."""
+    new = [(param, state) for param, state in zip(params, found, strict=True) if "step" not in state]
+    for device in dict.fromkeys(param.device for param, _ in new):
+        here = [state for param, state in new if param.device == device]
+        for state, counter in zip(here, torch.zeros(len(here), dtype=torch.int64, device=device).unbind(), strict=True):
+            state["step"] = counter
 
 
 def new_state(param: Tensor, group: dict[str, Any], logical_order: bool) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ def tensor_reader() -> Any:
     base, weight = torch.zeros(4, 6), torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
     plain, others = (
         [base, base[1:], base[0, 0], torch.zeros(3, 0), weight],
-        [base[:, 2:], base.t(), torch._neg_view(base), base.to("meta")],
+        [base[:, 2:], base.t(), torch._neg_view(base), base.to("meta")],  # pyright: ignore[reportPrivateImportUsage]
     )
     try:
         reader = _native().TensorReader(
