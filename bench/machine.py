@@ -42,7 +42,7 @@ def facts() -> dict[str, Any]:
             "halfstep": found.halfstep,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "deepspeed": _version("deepspeed"),
+            "deepspeed": _version("deepspeed", "bitsandbytes"),
         },
         "commit": commit,
         "dirty": dirty,

@@ -44,7 +44,7 @@ def test_a_quick_run_times_and_checks_everyone(
     for row in rows:
         assert row.keys() == FIELDS
         if row["skipped"]:
-            assert row["provider"] == "DeepSpeed CPUAdam"
+            assert row["provider"] in ("DeepSpeed CPUAdam", "bitsandbytes AdamW32bit")
             continue
         assert all(row[key] > 0 for key in FIGURES)
         assert row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
