@@ -52,7 +52,7 @@ def zeros(param: Tensor, dtype: torch.dtype, logical_order: bool) -> Tensor:
 
 
 def give_counters(params: Sequence[Tensor], found: Sequence[dict[str, Any]]) -> None:
-    """A step of 0 for each state that has none: views of one tensor, so that a step finds them side by side in memory."""
+    """A step of 0 for each state that has none: views of one tensor, so that a step finds them side by side."""
     new = [(param, state) for param, state in zip(params, found, strict=True) if "step" not in state]
     for device in dict.fromkeys(param.device for param, _ in new):
         here = [state for param, state in new if param.device == device]
