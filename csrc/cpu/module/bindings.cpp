@@ -100,10 +100,10 @@ uint64_t bind_grad(const TensorReader& reader, py::handle tensor) {
   return reader.is_defined(grad) ? *static_cast<const uintptr_t*>(grad) : 0;
 }
 
-void bind_bump_version(const TensorReader& reader, py::handle tensor) {
+bool bind_bump_version(const TensorReader& reader, py::handle tensor) {
   const TensorReader::Handle handle = reader.tensor(tensor.ptr());
   if (!handle) refuse("expected a torch.Tensor or Parameter");
-  reader.bump_version(handle);
+  return reader.bump_version(handle);
 }
 
 void bind_probe(uint64_t p, uint64_t g, uint64_t m, uint64_t v, int64_t n, int threads, const std::string& isa) {

@@ -58,8 +58,15 @@ class TensorReader {
   // True if the kernels know the dtype of torch's number `torchs`.
   bool knows(int32_t torchs, Dtype& dtype) const;
 
-  // As autograd wants to know of a tensor that is written in place. Not for inference tensors.
-  void bump_version(Handle tensor) const { bump_version_(tensor); }
+  // As autograd wants to know of a tensor that is written in place. False for one that has no version, as inference tensors.
+  bool bump_version(Handle tensor) const noexcept {
+    try {
+      bump_version_(tensor);
+      return true;
+    } catch (...) {
+      return false;
+    }
+  }
 
   // Asks for the memory of the tensor's description, before it is read.
   static void prefetch(Handle tensor) {

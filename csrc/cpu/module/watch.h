@@ -72,10 +72,10 @@ class ParamWatch {
     for (int64_t block = 0; block < blocks; ++block)
       ready = read_block(reader, block * kTogether, grads, kept) && ready;
     if (!ready) return false;
-#pragma omp parallel for num_threads(threads) if (count > kFew && threads > 1)
+#pragma omp parallel for num_threads(threads) reduction(&& : ready) if (count > kFew && threads > 1)
     for (int64_t i = 0; i < count; ++i)
-      if (params_[static_cast<size_t>(i)].row >= 0) reader.bump_version(reader.tensor(object(i)));
-    return true;
+      if (params_[static_cast<size_t>(i)].row >= 0) ready = reader.bump_version(reader.tensor(object(i))) && ready;
+    return ready;
   }
 
  private:
