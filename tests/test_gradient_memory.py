@@ -164,16 +164,18 @@ def test_module_conversion_by_swapping(size):
 
 # ---- held during the step -------------------------------------------------------------------------------------------
 class DropsTheGradients:
-    """A learning rate that is read after the step has found its gradients."""
+    """A norm to clip to that is checked first, and read again after the step has found its gradients."""
 
     def __init__(self, optimizer: hs.AdamW, memory: list[weakref.ref[Any]]) -> None:
-        self.optimizer, self.memory, self.seen = optimizer, memory, []
+        self.optimizer, self.memory, self.seen, self.reads = optimizer, memory, [], 0
 
     def __float__(self) -> float:
-        for p in params_of(self.optimizer):
-            p.grad = None
-        self.seen.append(alive(self.memory))
-        return 0.1
+        self.reads += 1
+        if self.reads == 2:
+            for p in params_of(self.optimizer):
+                p.grad = None
+            self.seen.append(alive(self.memory))
+        return 1e9
 
 
 @each_size
@@ -184,11 +186,10 @@ def test_gradients_that_are_dropped_between_two_calls(size):
     warm(plain)
     memory = watched_grads(optimizer, 5)
     watched_grads(plain, 5)
-    lr = DropsTheGradients(optimizer, memory)
-    optimizer.param_groups[0]["lr"] = lr
+    optimizer.max_grad_norm, plain.max_grad_norm = DropsTheGradients(optimizer, memory), 1e9
     optimizer.step()
     plain.step()
-    assert lr.seen == [[True] * 3]
+    assert optimizer.max_grad_norm.seen == [[True] * 3]
     assert alive(memory) == [False] * 3
     assert_same(held(optimizer), held(plain))
 

@@ -167,7 +167,7 @@ def test_what_the_reader_says_of_a_gradient():
 def test_what_a_plan_refuses_to_watch():
     reader, params = native_cpu.tensor_reader(), [torch.ones(3), torch.ones(2)]
     plan = _cpu.AdamPlan([3], [0], [0], [0], [0], [0])
-    assert not plan.read(reader, params, threads=1)  # nothing to go by
+    assert not plan.read(reader, params)  # nothing to go by
     with pytest.raises(ValueError, match=r"halfstep\._cpu: one row per parameter, or -1"):
         plan.watch(reader, params, [0])
     with pytest.raises(ValueError, match=r"halfstep\._cpu: no such row"):

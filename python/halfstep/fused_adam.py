@@ -162,13 +162,14 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_settings()
+        groups = self._numbers(self.param_groups)
         table = self._table()
         if not table:
             self._nothing_done()
             return loss
         try:
-            self._check_settings()
-            result, first_bad = table.run(self._numbers(self.param_groups), self._inputs(table), self.backend)
+            result, first_bad = table.run(groups, self._inputs(table), self.backend)
         finally:
             table.drop_grads()
         self.grad_norm, self.skipped, self.healed = result
@@ -219,8 +220,6 @@ class FusedAdam(torch.optim.Optimizer):
         if table is None:
             groups = [group for group in self.param_groups for _ in group["params"]]
             names = self.names()
-            active = [p for p in params if p.grad is not None]
-            states.give_counters(active, list(map(state.own_state, active)))
             for p, group, name in zip(params, groups, names, strict=True):
                 if p.grad is not None:
                     states.complete(p, state.own_state(p), group, self._rounds(p, group), name)
@@ -239,7 +238,8 @@ class FusedAdam(torch.optim.Optimizer):
         """Rebuilds every master from its weight: after someone wrote into the parameters on purpose."""
         with torch.no_grad():
             for param, state in self.own_states().own_items():
-                states.refresh_master(param, state)
+                if isinstance(param, Tensor):  # torch.optim allows entries of other kinds
+                    states.refresh_master(param, state)
 
     def state_dict(self) -> dict[str, Any]:
         """torch.optim's layout, plus `master` (float32) or `remainder` (int16) for 16-bit parameters."""
@@ -260,6 +260,11 @@ class FusedAdam(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        if not {"param_groups", "state"} <= state_dict.keys():
+            raise ValueError(
+                "expected an optimizer's state_dict with 'param_groups' and 'state', got the keys "
+                f"{sorted(map(str, state_dict))[:4]}; is it the model's?"
+            )
         saved_groups, saved_states = state_dict["param_groups"], state_dict["state"]
         ours, theirs = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
         if ours != theirs:
@@ -307,4 +312,9 @@ class FusedAdam(torch.optim.Optimizer):
 
 def _held(state: StateMap | BorrowedStates) -> list[Any]:
     """Parameters, keys and values of all states in one list: the same tensors may come under other names."""
-    return list(chain.from_iterable((param, *held, *held.values()) for param, held in state.own_items()))
+    return list(
+        chain.from_iterable(
+            (param, *held, *held.values()) if isinstance(held, dict) else (param, held)
+            for param, held in state.own_items()
+        )
+    )

@@ -7,7 +7,7 @@ torch.optim wants it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -51,15 +51,6 @@ def zeros(param: Tensor, dtype: torch.dtype, logical_order: bool) -> Tensor:
     return torch.zeros_like(param, dtype=dtype, memory_format=order)
 
 
-def give_counters(params: Sequence[Tensor], found: Sequence[dict[str, Any]]) -> None:
-    """A step of 0 for each state that has none: views of one tensor, so that a step finds them side by side."""
-    new = [(param, state) for param, state in zip(params, found, strict=True) if "step" not in state]
-    for device in dict.fromkeys(param.device for param, _ in new):
-        here = [state for param, state in new if param.device == device]
-        for state, counter in zip(here, torch.zeros(len(here), dtype=torch.int64, device=device).unbind(), strict=True):
-            state["step"] = counter
-
-
 def new_state(param: Tensor, group: dict[str, Any], logical_order: bool) -> dict[str, Tensor]:
     """The state of a parameter that was never updated."""
     state = {"step": _counter(0, param.device)}
@@ -99,7 +90,7 @@ def complete(param: Tensor, state: dict[str, Any], group: dict[str, Any], logica
 
 def exported(state: dict[str, Any]) -> dict[str, Any]:
     """The state as torch.optim writes it: `step` as 0-d float32 (float64 past 2**24, where float32 has gaps)."""
-    if "step" not in state:
+    if not isinstance(state, dict) or "step" not in state:
         return state
     step = torch.as_tensor(state["step"])  # others may have written a number, or one of shape (1,)
     step = step.reshape(()) if step.numel() == 1 else step
@@ -124,6 +115,10 @@ def check_saved(param: Tensor, saved: dict[str, Any], name: str) -> None:
     for key in _LIKE_THE_PARAMETER:
         if key not in saved:
             continue
+        value = saved[key]
+        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_complex():
+            kind = f"{value.layout} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{name}: the saved {key} is {kind}; expected a dense tensor of real numbers")
         if saved[key].shape != param.shape:
             raise ValueError(
                 f"{name}: the saved {key} has shape {tuple(saved[key].shape)}, the parameter {tuple(param.shape)}; the "

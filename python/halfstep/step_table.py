@@ -90,7 +90,8 @@ class StepTable:
         rows = [-1] * len(params)
         for row, i in enumerate(self._active):
             rows[i] = row
-        looked_at = [state.own_state(param) for param in state.handed_out if param in state]
+        handed_out = (state.own_state(param) for param in state.handed_out if param in state)
+        looked_at = [held for held in handed_out if isinstance(held, dict)]  # torch.optim allows other entries
         self._quick = len(self._steps) == 1 and not self._sharded and self._steps[0].watch(params, rows, looked_at)
 
     def ready(self, params: list[Tensor], modes: list[Any], state: StateMap | BorrowedStates) -> bool:

@@ -77,17 +77,19 @@ class AdamPlan {
 
   // From here on, read() finds the gradients by itself: see ParamWatch.
   void watch(const TensorReader& reader, const py::list& params, const Integers& row) {
+    const DropsPythonErrors errors;
     watch_ = ParamWatch(reader, params, row, rows_.size());
     kept_ = std::make_unique<KeptTensors>(reader);
   }
 
   // This step's gradients, straight from the parameters; false if that needs a closer look, and set_grads().
   // Their parameters are marked as written in place.
-  bool read(const TensorReader& reader, const py::list& params, int threads) {
-    drop_grads(threads);
+  bool read(const TensorReader& reader, const py::list& params) {
+    const DropsPythonErrors errors;
+    drop_grads();
     std::vector<TensorRef> grads;
-    if (!ready_ || !kept_ || !watch_.read(reader, params, grads, *kept_, threads) || !fit(grads)) {
-      drop_grads(threads);  // those of the parameters before the one that has changed
+    if (!ready_ || !kept_ || !watch_.read(reader, params, grads, *kept_) || !fit(grads)) {
+      drop_grads();  // those of the parameters before the one that has changed
       return false;
     }
     take(std::move(grads));
@@ -95,9 +97,9 @@ class AdamPlan {
   }
 
   // Lets go of the gradients; the next step brings its own.
-  void drop_grads(int threads) {
+  void drop_grads() {
     grads_.clear();
-    if (kept_) kept_->drop(threads);
+    if (kept_) kept_->drop();
   }
 
   std::pair<double, int64_t> stats(double factor, int threads, const std::string& isa) const {

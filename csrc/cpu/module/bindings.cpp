@@ -85,6 +85,7 @@ py::tuple bind_scalars(const Group& group, int64_t t) {
 
 // (address, torch's number of the dtype, sizes), or None for what cannot be read.
 py::object bind_facts(const TensorReader& reader, py::handle tensor) {
+  const DropsPythonErrors errors;
   TensorFacts facts;
   const TensorReader::Handle handle = reader.tensor(tensor.ptr());
   if (!handle || !reader.read(handle, facts)) return py::none();
@@ -160,8 +161,8 @@ PYBIND11_MODULE(_cpu, m) {
            arg("max_exp_avg_sq"), arg("master"), arg("remainder"), arg("step"))
       .def("set_grads", &AdamPlan::set_grads, arg("grad"), arg("dtype"))
       .def("watch", &AdamPlan::watch, arg("reader"), arg("params"), arg("row"))
-      .def("read", &AdamPlan::read, arg("reader"), arg("params"), arg("threads"))
-      .def("drop_grads", &AdamPlan::drop_grads, arg("threads"))
+      .def("read", &AdamPlan::read, arg("reader"), arg("params"))
+      .def("drop_grads", &AdamPlan::drop_grads)
       .def("grad_stats", &AdamPlan::stats, arg("factor"), arg("threads"), arg("isa"))
       .def("update", &AdamPlan::update, arg("groups"), arg("grad_factor"), arg("seed"), arg("stochastic_weight"),
            arg("heal"), arg("threads"), arg("isa"));

@@ -13,6 +13,7 @@ class TensorList {
  public:
   // Null unless every tensor can be read and is of a dtype that the kernels know. Called with the GIL held.
   static std::unique_ptr<TensorList> read(const TensorReader& reader, const py::list& tensors) {
+    const DropsPythonErrors errors;
     auto list = std::unique_ptr<TensorList>(new TensorList(tensors));
     list->refs_.reserve(list->objects_.size());
     list->shapes_.reserve(2 * list->objects_.size());

@@ -1,6 +1,6 @@
 // Reads where a Python torch.Tensor lies, at the speed of C++ and without a torch header: a step over thousands of small
 // tensors would otherwise spend most of its time asking Python for pointers. Of torch it uses the C interface that compiled
-// models rely on (aoti_torch_*) and two C++ functions that it lacks, all found in the libraries that are loaded already; where a
+// models rely on (aoti_torch_*) and three C++ functions that it lacks, all found in the libraries that are loaded already; where a
 // tensor object keeps its at::Tensor is found out, not assumed. Where any of this fails, ops/ asks from Python.
 #pragma once
 #include <Python.h>
@@ -21,6 +21,12 @@ struct TensorFacts {
   int32_t dtype = -1;  // torch's number for it
   int32_t dims = 0;
   int64_t sizes[kDims];
+};
+
+// Of a tensor whose Python code raises, torch's C interface says no and leaves Python's error behind. It is dropped at the end
+// of a function that has this: the closer look from Python will meet it again.
+struct DropsPythonErrors {
+  ~DropsPythonErrors() { PyErr_Clear(); }
 };
 
 class TensorReader {

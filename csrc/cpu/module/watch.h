@@ -15,22 +15,19 @@ namespace halfstep {
 
 namespace py = pybind11;
 
-constexpr int64_t kTogether = 32;  // tensors that a thread looks at together
-constexpr int64_t kFew = 512;      // tensors that one thread looks at sooner than another one has woken up
+constexpr int64_t kTogether = 32;  // tensors that are looked at together
 
 // Tensors that stay alive though Python may let go of them: between two calls, or while the kernels run without its lock.
 class KeptTensors {
  public:
   explicit KeptTensors(const TensorReader& reader) : reader_(reader) {}
-  ~KeptTensors() { drop(1); }
+  ~KeptTensors() { drop(); }
   KeptTensors(const KeptTensors&) = delete;
 
   void make_room(size_t count) { kept_.assign(count, reader_.none()); }
   void put(size_t i, TensorReader::Handle tensor) { reader_.refer(kept_[i], tensor); }
-  void drop(int threads) {
-    const int64_t count = static_cast<int64_t>(kept_.size());
-#pragma omp parallel for num_threads(threads) if (count > kFew && threads > 1)
-    for (int64_t i = 0; i < count; ++i) reader_.let_go(kept_[static_cast<size_t>(i)]);
+  void drop() {
+    for (TensorReader::Reference& tensor : kept_) reader_.let_go(tensor);
     kept_.clear();
   }
 
@@ -57,25 +54,20 @@ class ParamWatch {
 
   // The gradients, in the order of the rows; false if a parameter is another one or elsewhere, has a gradient where it had
   // none or the reverse, or a gradient is not plain and contiguous. `kept` takes what holds the memory.
-  // Where the tensors are out of the caches, as after a backward, this is waiting for memory: so several threads wait.
-  bool read(const TensorReader& reader, const py::list& params, std::vector<TensorRef>& grads, KeptTensors& kept,
-            int threads) const {
+  // On this thread alone: of an unusual tensor torch may ask Python, whose lock this thread holds.
+  bool read(const TensorReader& reader, const py::list& params, std::vector<TensorRef>& grads,
+            KeptTensors& kept) const {
     if (!readable_ || params.size() != params_.size()) return false;
     const int64_t count = static_cast<int64_t>(params_.size());
     for (int64_t i = 0; i < count; ++i)
       if (PyList_GET_ITEM(params.ptr(), i) != params_[static_cast<size_t>(i)].object) return false;
     grads.resize(rows_);
     kept.make_room(rows_);
-    const int64_t blocks = (count + kTogether - 1) / kTogether;
-    bool ready = true;
-#pragma omp parallel for num_threads(threads) reduction(&& : ready) if (count > kFew && threads > 1)
-    for (int64_t block = 0; block < blocks; ++block)
-      ready = read_block(reader, block * kTogether, grads, kept) && ready;
-    if (!ready) return false;
-#pragma omp parallel for num_threads(threads) reduction(&& : ready) if (count > kFew && threads > 1)
+    for (int64_t first = 0; first < count; first += kTogether)
+      if (!read_block(reader, first, grads, kept)) return false;
     for (int64_t i = 0; i < count; ++i)
-      if (params_[static_cast<size_t>(i)].row >= 0) ready = reader.bump_version(reader.tensor(object(i))) && ready;
-    return ready;
+      if (params_[static_cast<size_t>(i)].row >= 0 && !reader.bump_version(reader.tensor(object(i)))) return false;
+    return true;
   }
 
  private:
@@ -87,7 +79,8 @@ class ParamWatch {
 
   PyObject* object(int64_t i) const { return params_[static_cast<size_t>(i)].object; }
 
-  // In steps over the whole block, so that one tensor's memory arrives while the others' is asked for.
+  // In steps over the whole block: where the tensors are out of the caches, as after a backward, most of this is waiting for
+  // memory, and one tensor's arrives while the others' is asked for.
   bool read_block(const TensorReader& reader, int64_t first, std::vector<TensorRef>& grads, KeptTensors& kept) const {
     const int64_t count = static_cast<int64_t>(params_.size());
     const int64_t n = std::min(kTogether, count - first);
@@ -132,6 +125,7 @@ class ParamWatch {
 class StateWatch {
  public:
   StateWatch(const TensorReader& reader, const py::list& states) : states_(states.size()) {
+    const DropsPythonErrors errors;
     for (size_t i = 0; i < states_.size(); ++i) {
       PyObject *key, *value;
       for (Py_ssize_t at = 0; PyDict_Next(states[i].cast<py::dict>().ptr(), &at, &key, &value);) {
@@ -146,6 +140,7 @@ class StateWatch {
 
   // True if each holds the same tensors under the same keys, and they have the same facts.
   bool still(const TensorReader& reader, const py::list& states) const {
+    const DropsPythonErrors errors;
     if (!readable_ || states.size() != states_.size()) return false;
     for (size_t i = 0; i < states_.size(); ++i) {
       PyObject* state = PyList_GET_ITEM(states.ptr(), static_cast<Py_ssize_t>(i));

@@ -56,8 +56,10 @@ def tensor_reader() -> Any:
         return None
     pointers = [fact and (fact[0], fact[2]) for fact in seen]
     truth = [(probe.data_ptr(), list(probe.shape)) for probe in plain] + [None for _ in others]
-    sees = pointers == truth and grads == [0, weight.grad._cdata] and weight._version == 1
-    return reader if sees else None
+    if pointers != truth or grads != [0, weight.grad._cdata] or weight._version != 1:
+        return None
+    kinds = [fact[1] for fact in seen[: len(plain)]]  # all float32 but the last
+    return reader if len(set(kinds[:-1])) == 1 and kinds[-1] != kinds[0] else None
 
 
 def read_list(tensors: list[Tensor]) -> Any:
@@ -164,10 +166,10 @@ class AdamPlan:
         reader = tensor_reader()
         if self._watch is not None and not self._watch.still(reader, self._states):
             return False
-        return self._plan.read(reader, params, torch.get_num_threads())
+        return self._plan.read(reader, params)
 
     def drop_grads(self) -> None:
-        self._plan.drop_grads(torch.get_num_threads())
+        self._plan.drop_grads()
 
     def grad_stats(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         total, first_bad = self._plan.grad_stats(_inverse(scale), torch.get_num_threads(), isa)

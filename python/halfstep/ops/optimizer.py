@@ -149,7 +149,16 @@ class AdamStep:
             laid_out = [as_layout(g, like) for g, like in zip(grads, self._layouts, strict=True)]
         else:
             laid_out = list(grads)
-        self._plan.set_grads(laid_out)
+        try:
+            self._plan.set_grads(laid_out)
+        except ValueError:
+            for grad, name in zip(laid_out, self._names, strict=True):
+                if grad.numel() and not grad.data_ptr():
+                    raise TypeError(
+                        f"the gradient of {name} has no memory of its own ({type(grad).__name__}); wait for it or "
+                        "unwrap it, and assign a plain tensor"
+                    ) from None
+            raise
         self._marked = False  # as written in place
         self._grads = laid_out  # alive until the step has run
         self._logical = None if self._all_contiguous else list(grads)
