@@ -56,7 +56,6 @@ class StepTable:
             )
             for place in self._places
         ]
-
         self._quick = False
 
     def __bool__(self) -> bool:

@@ -127,7 +127,12 @@ def report() -> dict[str, Any]:
     module, error = native_cpu_module()
     isas = list(module.supported_isas()) if module else []
     if module:
-        cpu = ("native", f"C++ kernels for {isas[-1]}, the best of this build that this machine runs")
+        slow = "; C++ cannot read this torch's tensors, so a step costs some microseconds of Python for each of them"
+        cpu = (
+            "native",
+            f"C++ kernels for {isas[-1]}, the best of this build that this machine runs"
+            + ("" if native_cpu.tensor_reader() else slow),
+        )
     else:
         cpu = ("reference", f"{error}; plain PyTorch runs instead: the same results, many times slower")
     gpu = ("reference", "halfstep has no GPU kernels in this version; plain PyTorch runs instead")

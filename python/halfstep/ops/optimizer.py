@@ -34,7 +34,7 @@ __all__ = [
 
 _pointer, _size, _contiguous = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
 _negated, _nowhere = Tensor.is_neg, Tensor._is_zerotensor
-_dtype, _device = attrgetter("dtype"), attrgetter("device")
+_dtype, _device, _shape = attrgetter("dtype"), attrgetter("device"), attrgetter("shape")
 _DTYPE_SET = frozenset(DTYPES)
 
 
@@ -100,8 +100,6 @@ class AdamStep:
         self._layouts = [row.exp_avg for row in work]
         self._all_contiguous = all(map(_contiguous, self._layouts))
         self._strided = [t for t in self._tensors if not t.is_contiguous()]
-        # of each gradient: contiguous, its size, not lazily negated (its memory has the other sign), not without memory
-        self._usual = [(True, param.numel(), False, False) for param in self._params]
         self._grads_seen = False
         self._facts = self._current()
         self._backend = backend.choose(self.device, forced)
@@ -145,7 +143,7 @@ class AdamStep:
         if not self._grads_seen or not self._ready(grads):
             for grad, param, name in zip(grads, self._params, self._names, strict=True):
                 _check_grad(grad, param, name)
-            self._grads_seen = True  # shapes fit; while the parameters stay, autograd lets no others in
+            self._grads_seen = True
             laid_out = [as_layout(g, like) for g, like in zip(grads, self._layouts, strict=True)]
         else:
             laid_out = list(grads)
@@ -168,20 +166,14 @@ class AdamStep:
         try:
             return (
                 self._all_contiguous
-                and list(
-                    zip(
-                        map(_contiguous, grads),
-                        map(_size, grads),
-                        map(_negated, grads),
-                        map(_nowhere, grads),
-                        strict=True,
-                    )
-                )
-                == self._usual
+                and all(map(_contiguous, grads))
+                and list(map(_shape, grads)) == list(map(_shape, self._params))
+                and not any(map(_negated, grads))  # its memory has the other sign
+                and not any(map(_nowhere, grads))
                 and set(map(_dtype, grads)) <= _DTYPE_SET
                 and set(map(_device, grads)) == {self.device}
             )
-        except RuntimeError:  # a sparse gradient has no storage to ask about; _check_grad names it
+        except (RuntimeError, TypeError):  # a sparse gradient, or a subclass that does not say; _check_grad names it
             return False
 
     def grad_stats(self, scale: Tensor | None, forced: str | None) -> tuple[Tensor, Tensor]:
@@ -245,6 +237,13 @@ class AdamStep:
 
 def _check_grad(grad: Tensor, param: Tensor, name: str) -> None:
     check_tensor(grad, f"the gradient of {name}")
+    try:
+        grad.is_contiguous()
+    except TypeError as error:
+        raise TypeError(
+            f"the gradient of {name} is a {type(grad).__name__} that does not say how it lies in memory; assign a "
+            "plain tensor"
+        ) from error
     if grad.shape != param.shape or grad.device != param.device:
         raise RuntimeError(
             f"{name} has shape {tuple(param.shape)} on {param.device}, its gradient {tuple(grad.shape)} on "
