@@ -14,12 +14,11 @@ import torch
 from adversarial import BFLOAT16
 from loops import assert_same_tree, loss_of, tiny_model
 from optimizer_runs import saved_and_loaded
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
 
-distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():
     pytest.skip("this torch is built without gloo", allow_module_level=True)
 

@@ -10,17 +10,17 @@ import torch
 from adversarial import BFLOAT16, FLOAT32, ordinary
 from bits import assert_same_bits
 from optimizer_runs import parameters
+from torch import distributed
 from torch.nn import Parameter
 
 import halfstep as hs
 from halfstep.reference import round_to, split_master
 
-distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():
     pytest.skip("this torch is built without gloo", allow_module_level=True)
 
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 SHAPE = (6, 4)
 MODES = {

@@ -9,18 +9,18 @@ import pytest
 import torch
 from adversarial import BFLOAT16, FLOAT32, NARROW, ordinary
 from bits import assert_same_bits
+from torch import distributed
 from torch.nn import Parameter
 
 import halfstep as hs
 from halfstep.shards import first_index, ranks
 
-distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available():
     pytest.skip("this torch is built without torch.distributed", allow_module_level=True)
 
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 UNCHECKED = {"skip_nonfinite": False}
 
