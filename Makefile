@@ -12,8 +12,9 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 NATIVE_OPTION := $(if $(filter required,$(NATIVE)),--config-settings=--global-option=--require-native)
 NATIVE_SOURCES := setup.py CMakeLists.txt $(shell find csrc -type f)
-# One pytest process per core; tests/conftest.py divides torch's threads among them.
-PYTEST := $(PY) -m pytest -n auto --maxprocesses=8 --dist loadgroup
+# One pytest process per core; tests/conftest.py divides torch's threads among them. One that crashes ends the run: with
+# another in its place pytest-xdist can wait for ever for the tests that went down with it.
+PYTEST := $(PY) -m pytest -n auto --maxprocesses=8 --dist loadgroup --max-worker-restart=0
 
 .DEFAULT_GOAL := help
 .PHONY: help train test lint bench gate gpu versions clean
