@@ -13,6 +13,13 @@ constexpr int64_t kChunk = 65536;
 constexpr int kLanes = 1024;
 constexpr int kRows = 8;
 
+// A dense tensor of an operator that takes lists.
+struct TensorRef {
+  void* data;
+  int64_t numel;
+  Dtype dtype;
+};
+
 // One parameter of the fused update. All tensors of a row are dense and share one element order.
 struct AdamRow {
   void* param = nullptr;       // param_dtype

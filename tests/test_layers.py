@@ -158,7 +158,7 @@ def test_the_core_includes_no_torch() -> None:
     assert [path for path in native if torch_header.search(path.read_text("utf-8"))] == []
     python_header = re.compile(r'#\s*include\s*[<"](pybind11/|Python\.h)')
     bound = {path.parent.name for path in native if python_header.search(path.read_text("utf-8"))}
-    assert bound == {"module"}, "only cpu/module knows Python: kernels compile for targets that have none"
+    assert bound == {"module"}, "only the module/ folders know Python: kernels compile for targets that have none"
 
 
 def test_files_stay_readable() -> None:

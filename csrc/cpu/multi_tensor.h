@@ -15,12 +15,6 @@ struct Run {
   const Kernels* kernels;
 };
 
-struct TensorRef {
-  void* data;
-  int64_t numel;
-  Dtype dtype;
-};
-
 struct GradStats {
   double sum_squares = 0.0;
   int64_t first_nonfinite = -1;  // index of the first tensor with a non-finite value

@@ -1,10 +1,10 @@
 // The Python module halfstep._cpu: integers in (addresses, sizes, dtype codes), numbers out. Torch-free: ops/ owns what raw
 // pointers lose (lifetimes, layouts, version counters). Sizes, codes and list lengths are checked here all the same: a
 // caller's mistake must be an exception, never an access out of bounds.
+#include "../../module/bind_tensors.h"
+#include "../../module/tensor_list.h"
 #include "adam_plan.h"
-#include "arguments.h"
-#include "tensor_list.h"
-#include "tensor_reader.h"
+#include "run.h"
 
 namespace halfstep {
 namespace {
@@ -83,30 +83,6 @@ py::tuple bind_scalars(const Group& group, int64_t t) {
   return py::tuple(py::cast(fields));
 }
 
-// (address, torch's number of the dtype, sizes), or None for what cannot be read.
-py::object bind_facts(const TensorReader& reader, py::handle tensor) {
-  const DropsPythonErrors errors;
-  TensorFacts facts;
-  const TensorReader::Handle handle = reader.tensor(tensor.ptr());
-  if (!handle || !reader.read(handle, facts)) return py::none();
-  const std::vector<int64_t> sizes(facts.sizes, facts.sizes + facts.dims);
-  return py::make_tuple(reinterpret_cast<uintptr_t>(facts.data), facts.dtype, sizes);
-}
-
-// The address of the implementation of the tensor's gradient (its ._cdata), 0 if it has none.
-uint64_t bind_grad(const TensorReader& reader, py::handle tensor) {
-  const TensorReader::Handle handle = reader.tensor(tensor.ptr());
-  if (!handle) refuse("expected a torch.Tensor or Parameter");
-  const TensorReader::Handle grad = reader.grad(handle);
-  return reader.is_defined(grad) ? *static_cast<const uintptr_t*>(grad) : 0;
-}
-
-bool bind_bump_version(const TensorReader& reader, py::handle tensor) {
-  const TensorReader::Handle handle = reader.tensor(tensor.ptr());
-  if (!handle) refuse("expected a torch.Tensor or Parameter");
-  return reader.bump_version(handle);
-}
-
 void bind_probe(uint64_t p, uint64_t g, uint64_t m, uint64_t v, int64_t n, int threads, const std::string& isa) {
   if (n < 0 || (n > 0 && (!p || !g || !m || !v))) refuse("probe needs four float32 buffers");
   const Run run = run_with(threads, isa);
@@ -134,35 +110,11 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("inverse", &bind_inverse, arg("scale"));
   m.def("adam_scalars", &bind_scalars, arg("group"), arg("t"));
   m.def("probe_", &bind_probe, arg("p"), arg("g"), arg("m"), arg("v"), arg("n"), arg("threads"), arg("isa"));
-  py::class_<TensorReader>(m, "TensorReader", py::module_local())
-      .def(py::init([](const std::string& folder, py::handle tensor_type, py::handle parameter_type, py::handle probe,
-                       uint64_t implementation) {
-             return TensorReader(folder, tensor_type.ptr(), parameter_type.ptr(), probe.ptr(), implementation);
-           }),
-           arg("folder"), arg("tensor_type"), arg("parameter_type"), arg("probe"), arg("implementation"))
-      .def("facts", &bind_facts, arg("tensor"))
-      .def("grad", &bind_grad, arg("tensor"))
-      .def("bump_version", &bind_bump_version, arg("tensor"));
-  py::class_<TensorList>(m, "TensorList", py::module_local())
-      .def("has_shapes_of", &TensorList::has_shapes_of, arg("other"))
-      .def("apart", &TensorList::apart, arg("source") = nullptr);
-  m.def("read_list", &TensorList::read, arg("reader"), arg("tensors"));
+  bind_tensors(m);
   m.def("grad_stats", &bind_list_grad_stats, arg("grad"), arg("factor"), arg("threads"), arg("isa"));
   m.def("scale_", &bind_list_scale, arg("data"), arg("factor"), arg("threads"), arg("isa"));
   m.def("cast_", &bind_list_cast, arg("dst"), arg("src"), arg("stochastic"), arg("seed"), arg("threads"), arg("isa"));
-  py::class_<StateWatch>(m, "StateWatch", py::module_local())
-      .def(py::init<const TensorReader&, const py::list&>(), arg("reader"), arg("states"))
-      .def("still", &StateWatch::still, arg("reader"), arg("states"));
-  py::class_<AdamPlan>(m, "AdamPlan", py::module_local())
-      .def(py::init<const Integers&, const Integers&, const Integers&, const Integers&, const Integers&,
-                    const Integers&>(),
-           arg("numel"), arg("first_index"), arg("param_id"), arg("group"), arg("param_dtype"), arg("state_dtype"))
-      .def("set_tensors", &AdamPlan::set_tensors, arg("param"), arg("exp_avg"), arg("exp_avg_sq"),
-           arg("max_exp_avg_sq"), arg("master"), arg("remainder"), arg("step"))
-      .def("set_grads", &AdamPlan::set_grads, arg("grad"), arg("dtype"))
-      .def("watch", &AdamPlan::watch, arg("reader"), arg("params"), arg("row"))
-      .def("read", &AdamPlan::read, arg("reader"), arg("params"))
-      .def("drop_grads", &AdamPlan::drop_grads)
+  bind_rows(py::class_<AdamPlan>(m, "AdamPlan", py::module_local()))
       .def("grad_stats", &AdamPlan::stats, arg("factor"), arg("threads"), arg("isa"))
       .def("update", &AdamPlan::update, arg("groups"), arg("grad_factor"), arg("seed"), arg("stochastic_weight"),
            arg("heal"), arg("threads"), arg("isa"));

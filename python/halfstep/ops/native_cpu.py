@@ -31,7 +31,7 @@ def _native():
 
 @cache
 def tensor_reader() -> Any:
-    """C++'s own look at tensors (csrc/cpu/module/tensor_reader.h), or None where it does not see what Python sees.
+    """C++'s own look at tensors (csrc/module/tensor_reader.h), or None where it does not see what Python sees.
 
     It depends on how the running torch is built, so it is tried on tensors of every kind first. Without it all works as
     well, and a step costs some microseconds of Python for each tensor.
@@ -45,7 +45,7 @@ def tensor_reader() -> Any:
     )
     try:
         reader = _native().TensorReader(
-            str(Path(torch.__file__).parent / "lib"), Tensor, torch.nn.Parameter, base, base._cdata
+            str(Path(torch.__file__).parent / "lib"), "cpu", Tensor, torch.nn.Parameter, base, base._cdata
         )
         seen = [reader.facts(probe) for probe in plain + others]
         grads = [reader.grad(weight)]

@@ -8,8 +8,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../multi_tensor.h"
 #include "tensor_reader.h"
+#include "tensor_table.h"
 
 namespace halfstep {
 
@@ -42,9 +42,9 @@ class ParamWatch {
   ParamWatch() = default;
   ParamWatch(const TensorReader& reader, const py::list& params, const std::vector<int64_t>& row, size_t rows)
       : params_(params.size()), rows_(rows) {
-    if (row.size() != params_.size()) throw std::invalid_argument("halfstep._cpu: one row per parameter, or -1");
+    if (row.size() != params_.size()) throw std::invalid_argument(HALFSTEP_MODULE ": one row per parameter, or -1");
     for (size_t i = 0; i < params_.size(); ++i) {
-      if (row[i] >= static_cast<int64_t>(rows)) throw std::invalid_argument("halfstep._cpu: no such row");
+      if (row[i] >= static_cast<int64_t>(rows)) throw std::invalid_argument(HALFSTEP_MODULE ": no such row");
       params_[i].object = params[i].ptr();
       params_[i].row = row[i];
       const TensorReader::Handle tensor = reader.tensor(params_[i].object);

@@ -19,7 +19,7 @@ constexpr const char* kSuffix = ".so";
 class Loaded {
  public:
   explicit Loaded(const std::string& path) : handle_(dlopen(path.c_str(), RTLD_NOLOAD | RTLD_LAZY)) {
-    if (!handle_) throw std::runtime_error("halfstep._cpu: " + path + " is not loaded");
+    if (!handle_) throw std::runtime_error(HALFSTEP_MODULE ": " + path + " is not loaded");
   }
   ~Loaded() { dlclose(handle_); }
   Loaded(const Loaded&) = delete;
@@ -27,7 +27,7 @@ class Loaded {
   template <class Function>
   void find(const char* name, Function& function) const {
     void* symbol = dlsym(handle_, name);
-    if (!symbol) throw std::runtime_error("halfstep._cpu: this torch has no " + std::string(name));
+    if (!symbol) throw std::runtime_error(HALFSTEP_MODULE ": this torch has no " + std::string(name));
     memcpy(&function, &symbol, sizeof(function));
   }
 
@@ -49,16 +49,16 @@ Py_ssize_t offset_of(PyObject* tensor, uint64_t implementation) {
     memcpy(&value, reinterpret_cast<const char*>(tensor) + at, sizeof(value));
     if (value == implementation) return at;
   }
-  throw std::runtime_error("halfstep._cpu: a tensor object of this torch does not hold its at::Tensor");
+  throw std::runtime_error(HALFSTEP_MODULE ": a tensor object of this torch does not hold its at::Tensor");
 }
 
 }  // namespace
 
-TensorReader::TensorReader(const std::string& folder, PyObject* tensor_type, PyObject* parameter_type, PyObject* probe,
-                           uint64_t implementation)
+TensorReader::TensorReader(const std::string& folder, const std::string& device_type, PyObject* tensor_type,
+                           PyObject* parameter_type, PyObject* probe, uint64_t implementation)
     : tensor_type_(tensor_type), parameter_type_(parameter_type), offset_(offset_of(probe, implementation)) {
   const Loaded torch(folder + "/libtorch_cpu" + kSuffix), c10(folder + "/libc10" + kSuffix);
-  cpu_ = torch.constant("aoti_torch_device_type_cpu");
+  device_type_ = torch.constant(("aoti_torch_device_type_" + device_type).c_str());
   strided_ = torch.constant("aoti_torch_layout_strided");
   dtypes_[static_cast<int>(Dtype::f32)] = torch.constant("aoti_torch_dtype_float32");
   dtypes_[static_cast<int>(Dtype::bf16)] = torch.constant("aoti_torch_dtype_bfloat16");
@@ -69,6 +69,7 @@ TensorReader::TensorReader(const std::string& folder, PyObject* tensor_type, PyO
   torch.find("aoti_torch_is_defined", is_defined_);
   torch.find("aoti_torch_assign_tensors", assign_);
   torch.find("aoti_torch_get_device_type", device_type_of_);
+  torch.find("aoti_torch_get_device_index", device_index_of_);
   torch.find("aoti_torch_get_layout", layout_of_);
   torch.find("aoti_torch_get_dtype", dtype_of_);
   torch.find("aoti_torch_get_dim", dims_of_);
@@ -77,15 +78,15 @@ TensorReader::TensorReader(const std::string& folder, PyObject* tensor_type, PyO
   torch.find("aoti_torch_get_data_ptr", data_of_);
   int32_t (*new_nothing)(Handle*);
   torch.find("aoti_torch_new_uninitialized_tensor", new_nothing);
-  if (new_nothing(&nothing_)) throw std::runtime_error("halfstep._cpu: this torch makes no undefined tensor");
+  if (new_nothing(&nothing_)) throw std::runtime_error(HALFSTEP_MODULE ": this torch makes no undefined tensor");
 }
 
 // To be asked first: the other questions complain aloud about tensors that have no memory. A negated one (z.conj().imag) holds
 // its numbers with the other sign until they are read.
 bool TensorReader::is_plain(Handle tensor) const {
   int32_t device, layout;
-  return !device_type_of_(tensor, &device) && device == cpu_ && !layout_of_(tensor, &layout) && layout == strided_ &&
-         !is_negated_(tensor);
+  return !device_type_of_(tensor, &device) && device == device_type_ && !layout_of_(tensor, &layout) &&
+         layout == strided_ && !is_negated_(tensor);
 }
 
 bool TensorReader::has_sizes(Handle tensor, const TensorFacts& facts) const {
@@ -111,7 +112,7 @@ bool TensorReader::read(Handle tensor, TensorFacts& facts) const {
 
 bool TensorReader::still(Handle tensor, const TensorFacts& facts) const {
   int32_t dtype;
-  void* data;  // the same address and sizes: then it is on the CPU as before
+  void* data;  // the same address and sizes: then it is where it was
   return has_sizes(tensor, facts) && !dtype_of_(tensor, &dtype) && dtype == facts.dtype && !is_negated_(tensor) &&
          !data_of_(tensor, &data) && data == facts.data;
 }

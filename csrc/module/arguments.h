@@ -9,9 +9,9 @@
 #include <tuple>
 #include <vector>
 
-#include "../ieee_mode.h"
-#include "../isa.h"
-#include "../multi_tensor.h"
+#include "adam_math.h"
+#include "ieee_mode.h"
+#include "tensor_table.h"
 
 namespace halfstep {
 
@@ -21,7 +21,7 @@ using Addresses = std::vector<uint64_t>;
 using Integers = std::vector<int64_t>;
 using Group = std::tuple<double, double, double, double, double, bool, bool>;  // AdamGroup's fields, in order
 
-[[noreturn]] inline void refuse(const std::string& what) { throw std::invalid_argument("halfstep._cpu: " + what); }
+[[noreturn]] inline void refuse(const std::string& what) { throw std::invalid_argument(HALFSTEP_MODULE ": " + what); }
 
 inline void check_length(const char* name, size_t got, size_t expected) {
   if (got != expected)
@@ -56,11 +56,6 @@ inline std::vector<TensorRef> tensors(const Addresses& data, const Integers& num
     out[i] = {pointer<void>(data[i]), numel[i], dtype_from(dtype[i])};
   }
   return out;
-}
-
-inline Run run_with(int threads, const std::string& isa) {
-  if (threads < 1) refuse("threads must be at least 1, got " + std::to_string(threads));
-  return {threads, kernels_for(isa)};
 }
 
 inline AdamGroup group_from(const Group& g) {

@@ -33,10 +33,10 @@ class TensorReader {
  public:
   using Handle = const void*;  // the address of an at::Tensor
 
-  // `folder` has torch's libraries. `probe` is a tensor and `implementation` its ._cdata. Throws std::runtime_error if this
+  // `folder` has torch's libraries; tensors of `device_type` ("cpu" or "cuda") can be read. `probe` is a tensor and `implementation` its ._cdata. Throws std::runtime_error if this
   // torch cannot be read.
-  TensorReader(const std::string& folder, PyObject* tensor_type, PyObject* parameter_type, PyObject* probe,
-               uint64_t implementation);
+  TensorReader(const std::string& folder, const std::string& device_type, PyObject* tensor_type,
+               PyObject* parameter_type, PyObject* probe, uint64_t implementation);
 
   // The tensor in a Python object, or null if it is of a subclass, which may be anything.
   Handle tensor(PyObject* object) const {
@@ -52,7 +52,7 @@ class TensorReader {
     return !is_defined_(tensor, &defined) && defined;
   }
 
-  // False unless it is contiguous and lies in CPU memory as it is: not sparse, and nothing that is computed on reading.
+  // False unless it is contiguous and lies in the device's memory as it is: not sparse, and nothing that is computed on reading.
   bool read(Handle tensor, TensorFacts& facts) const;
 
   // True if a tensor that was read still has the same facts.
@@ -60,6 +60,12 @@ class TensorReader {
 
   // True if `read` would succeed, with these sizes and a dtype that the kernels know.
   bool is_like(Handle tensor, const TensorFacts& like, const void*& data, Dtype& dtype) const;
+
+  // Which of the devices it lies on (-1: the type has only one).
+  int32_t device_index(Handle tensor) const {
+    int32_t index;
+    return device_index_of_(tensor, &index) ? -2 : index;
+  }
 
   // True if the kernels know the dtype of torch's number `torchs`.
   bool knows(int32_t torchs, Dtype& dtype) const;
@@ -94,13 +100,14 @@ class TensorReader {
   PyObject *tensor_type_, *parameter_type_;  // borrowed: torch keeps its classes
   Py_ssize_t offset_ = 0;                    // of the at::Tensor in the Python object
   Handle nothing_ = nullptr;                 // an undefined at::Tensor, never freed
-  int32_t cpu_, strided_, dtypes_[kDtypes];
+  int32_t device_type_, strided_, dtypes_[kDtypes];
   Handle (*grad_of_)(const void*);  // const at::Tensor& c10::TensorImpl::grad() const
   bool (*is_negated_)(Handle);      // bool at::native::is_neg(const at::Tensor&)
   void (*bump_version_)(Handle);    // void torch::autograd::impl::bump_version(const at::Tensor&)
   int32_t (*is_defined_)(Handle, bool*);
   int32_t (*assign_)(Handle, Reference*);
   int32_t (*device_type_of_)(Handle, int32_t*);
+  int32_t (*device_index_of_)(Handle, int32_t*);
   int32_t (*layout_of_)(Handle, int32_t*);
   int32_t (*dtype_of_)(Handle, int32_t*);
   int32_t (*dims_of_)(Handle, int64_t*);

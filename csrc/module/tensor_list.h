@@ -22,6 +22,8 @@ class TensorList {
       Dtype dtype;
       const TensorReader::Handle tensor = reader.tensor(object.ptr());
       if (!tensor || !reader.read(tensor, facts) || !reader.knows(facts.dtype, dtype)) return nullptr;
+      if (list->refs_.empty()) list->device_index_ = reader.device_index(tensor);
+      if (reader.device_index(tensor) != list->device_index_) return nullptr;
       list->refs_.push_back({const_cast<void*>(facts.data), facts.numel, dtype});
       list->shapes_.push_back(facts.dims);
       list->shapes_.insert(list->shapes_.end(), facts.sizes, facts.sizes + facts.dims);
@@ -30,7 +32,9 @@ class TensorList {
   }
 
   // True if the two can be paired.
-  bool has_shapes_of(const TensorList& other) const { return shapes_ == other.shapes_; }
+  bool has_shapes_of(const TensorList& other) const {
+    return device_index_ == other.device_index_ && shapes_ == other.shapes_;
+  }
 
   // True if all can be written at once: no two share memory, and none shares it with a tensor of `source` (null: there is
   // none), unless it is that pair's own source, the same object.
@@ -57,6 +61,7 @@ class TensorList {
   }
 
   const std::vector<TensorRef>& refs() const { return refs_; }
+  int32_t device_index() const { return device_index_; }
 
  private:
   struct Span {
@@ -74,6 +79,7 @@ class TensorList {
   // Of our own: they keep the tensors alive while the kernels run without the GIL, whatever becomes of the list.
   const py::tuple objects_;
   std::vector<TensorRef> refs_;
+  int32_t device_index_ = -1;    // all lie on the same device
   std::vector<int64_t> shapes_;  // of each: how many dimensions, and their sizes
 };
 
