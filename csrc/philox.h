@@ -10,6 +10,11 @@ namespace halfstep {
 
 enum RandomStream : uint32_t { kStreamWeight = 0, kStreamExpAvg = 1, kStreamExpAvgSq = 2, kStreamMaxExpAvgSq = 3 };
 
+// Of one stream of one tensor at one step.
+struct RandomKey {
+  uint32_t seed, t, param_id, stream;
+};
+
 struct Philox4 {
   uint32_t word[4];
 };
@@ -28,6 +33,12 @@ HALFSTEP_FN Philox4 philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2, uint32_
     k1 += 0xBB67AE85u;
   }
   return {{c0, c1, c2, c3}};
+}
+
+// The words of elements 4 * quad to 4 * quad + 3.
+HALFSTEP_FN Philox4 random_quad(const RandomKey& key, uint64_t quad) {
+  return philox4x32_10(static_cast<uint32_t>(quad), static_cast<uint32_t>(quad >> 32), key.param_id, key.stream,
+                       key.seed, key.t);
 }
 
 }  // namespace halfstep

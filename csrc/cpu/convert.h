@@ -110,9 +110,7 @@ void random_words(uint32_t* words, const RandomKey& key, int64_t first) {
   const uint64_t counter = static_cast<uint64_t>(first) >> 2;
 #pragma omp simd
   for (int q = 0; q < kBlock / 4 + 1; ++q) {
-    const uint64_t c = counter + static_cast<uint64_t>(q);
-    const Philox4 r = philox4x32_10(static_cast<uint32_t>(c), static_cast<uint32_t>(c >> 32), key.param_id, key.stream,
-                                    key.seed, key.t);
+    const Philox4 r = random_quad(key, counter + static_cast<uint64_t>(q));
     quads[4 * q] = r.word[0];
     quads[4 * q + 1] = r.word[1];
     quads[4 * q + 2] = r.word[2];

@@ -26,30 +26,10 @@ struct RandomWords {
   }
 };
 
-// What a row consists of. Where it is known at compile time, the branches on it are gone (see `update`).
-struct Kind {
-  Dtype param, grad, state;
-  bool master, remainder, amsgrad, heal;
-  bool operator==(const Kind& other) const {
-    return param == other.param && grad == other.grad && state == other.state && master == other.master &&
-           remainder == other.remainder && amsgrad == other.amsgrad && heal == other.heal;
-  }
-};
-
-HALFSTEP_FN Kind kind_of(const AdamRow& row, bool heal) {
-  return {row.param_dtype,
-          row.grad_dtype,
-          row.state_dtype,
-          row.master != nullptr,
-          row.remainder != nullptr,
-          row.max_exp_avg_sq != nullptr,
-          row.master != nullptr && heal};
-}
-
 // The value that the update starts from. A float32 master counts where it still rounds to the weight, bit for bit (any NaN
 // matches a NaN), else the weight does; `healed` counts those lanes.
 template <bool kWhole>
-HALFSTEP_FN Float load_param(const Kind& kind, const AdamRow& row, int64_t i, int n, Bits& healed) {
+HALFSTEP_FN Float load_param(const RowKind& kind, const AdamRow& row, int64_t i, int n, Bits& healed) {
   if (kind.remainder) {
     const Bits remainder = (load_words<kWhole>(row.remainder + i, n) ^ 0x8000u) - 0x8000u;  // sign-extended
     return join_master(load_words<kWhole>(at(row.param, Dtype::bf16, i), n), remainder);
@@ -67,7 +47,8 @@ HALFSTEP_FN Float load_param(const Kind& kind, const AdamRow& row, int64_t i, in
 }
 
 template <bool kWhole>
-HALFSTEP_FN void store_param(const Kind& kind, const AdamRow& row, Float p, const uint32_t* random, int64_t i, int n) {
+HALFSTEP_FN void store_param(const RowKind& kind, const AdamRow& row, Float p, const uint32_t* random, int64_t i,
+                             int n) {
   if (kind.remainder) {
     Bits weight, remainder;
     split_master(p, weight, remainder);
@@ -82,8 +63,8 @@ HALFSTEP_FN void store_param(const Kind& kind, const AdamRow& row, Float p, cons
 // One vector, or the first n lanes of it. What a row is and has is the same for all its vectors, so the branches are
 // predicted, and hidden behind the divisions anyway.
 template <bool kWhole>
-HALFSTEP_FN void update_vector(const Kind& kind, const AdamRow& row, const UpdateArgs& args, const RandomWords& random,
-                               int offset, int64_t i, int n, Bits& healed) {
+HALFSTEP_FN void update_vector(const RowKind& kind, const AdamRow& row, const UpdateArgs& args,
+                               const RandomWords& random, int offset, int64_t i, int n, Bits& healed) {
   const auto words = [&](RandomStream stream) { return random.of[stream] ? random.of[stream] + offset : nullptr; };
   const Float g = load<kWhole>(row.grad, kind.grad, i, n) * args.grad_factor;
   Float p = load_param<kWhole>(kind, row, i, n, healed);
@@ -115,7 +96,7 @@ HALFSTEP_FN void prefetch(const void* x, Dtype d, int64_t i, int64_t n) {
   for (int64_t byte = 0; byte < n * item_size(d); byte += kLine) __builtin_prefetch(here + byte);
 }
 
-HALFSTEP_FN void prefetch_row(const Kind& kind, const AdamRow& row, int64_t i, int64_t n) {
+HALFSTEP_FN void prefetch_row(const RowKind& kind, const AdamRow& row, int64_t i, int64_t n) {
   prefetch(row.grad, kind.grad, i, n);
   prefetch(row.param, kind.param, i, n);
   prefetch(row.exp_avg, kind.state, i, n);
@@ -131,7 +112,8 @@ __attribute__((noinline)) void prefetch_next(const AdamRow& next, int64_t i) {
 }
 
 // The block kAhead elements from here, which may be one of the next row.
-HALFSTEP_FN void prefetch_ahead(const Kind& kind, const AdamRow& row, int64_t block, int64_t end, const AdamRow* next) {
+HALFSTEP_FN void prefetch_ahead(const RowKind& kind, const AdamRow& row, int64_t block, int64_t end,
+                                const AdamRow* next) {
   const int64_t ahead = block + kAhead;
   if (ahead + kBlock <= end) {
     prefetch_row(kind, row, ahead, kBlock);
@@ -141,7 +123,7 @@ HALFSTEP_FN void prefetch_ahead(const Kind& kind, const AdamRow& row, int64_t bl
 }
 
 // By value: the compiler then knows that no store changes them.
-HALFSTEP_FN int64_t update_as(const Kind kind, const AdamRow row, const UpdateArgs args, int64_t begin, int64_t end,
+HALFSTEP_FN int64_t update_as(const RowKind kind, const AdamRow row, const UpdateArgs args, int64_t begin, int64_t end,
                               const AdamRow* next) {
   const bool bare = kind.param != Dtype::f32 && !kind.master && !kind.remainder;
   RandomWords random;
@@ -164,18 +146,12 @@ HALFSTEP_FN int64_t update_as(const Kind kind, const AdamRow row, const UpdateAr
 
 // The same code for every kind of row; for the usual ones the compiler removes what they do not need.
 int64_t update(const AdamRow& row, const UpdateArgs& args, int64_t begin, int64_t end, const AdamRow* next) {
-  const Kind kind = kind_of(row, args.heal);
-  constexpr Dtype f32 = Dtype::f32, bf16 = Dtype::bf16, f16 = Dtype::f16;
-  constexpr Kind plain{f32, f32, f32, false, false, false, false};
-  constexpr Kind bf16_master{bf16, bf16, f32, true, false, false, true};
-  constexpr Kind bf16_trusted_master{bf16, bf16, f32, true, false, false, false};
-  constexpr Kind f16_master{f16, f16, f32, true, false, false, true};
-  constexpr Kind split_master{bf16, bf16, f32, false, true, false, false};
-  if (kind == plain) return update_as(plain, row, args, begin, end, next);
-  if (kind == bf16_master) return update_as(bf16_master, row, args, begin, end, next);
-  if (kind == bf16_trusted_master) return update_as(bf16_trusted_master, row, args, begin, end, next);
-  if (kind == f16_master) return update_as(f16_master, row, args, begin, end, next);
-  if (kind == split_master) return update_as(split_master, row, args, begin, end, next);
+  const RowKind kind = kind_of(row, args.heal);
+  if (kind == usual::plain) return update_as(usual::plain, row, args, begin, end, next);
+  if (kind == usual::bf16_master) return update_as(usual::bf16_master, row, args, begin, end, next);
+  if (kind == usual::bf16_trusted_master) return update_as(usual::bf16_trusted_master, row, args, begin, end, next);
+  if (kind == usual::f16_master) return update_as(usual::f16_master, row, args, begin, end, next);
+  if (kind == usual::split_master) return update_as(usual::split_master, row, args, begin, end, next);
   return update_as(kind, row, args, begin, end, next);
 }
 

@@ -1,6 +1,7 @@
 // The inner loops of the CPU backend, one table of them per instruction set. kernels.cpp is compiled once for each.
 #pragma once
 #include "adam_math.h"
+#include "philox.h"
 #include "tensor_table.h"
 
 namespace halfstep {
@@ -23,10 +24,6 @@ struct ChunkStats {
 struct Span {
   const void* data = nullptr;
   int64_t bytes = 0;
-};
-
-struct RandomKey {
-  uint32_t seed, t, param_id, stream;
 };
 
 struct Kernels {
