@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import native_cpu, reference_torch
+from . import native_cpu, native_cuda, reference_torch
 
 NAMES = ("native", "triton", "reference")
 OPERATORS = ("grad_stats", "adam_", "unscale_", "cast_", "clip_grad_norm_")
@@ -26,17 +26,26 @@ OPERATORS = ("grad_stats", "adam_", "unscale_", "cast_", "clip_grad_norm_")
 _override: Any = None
 
 
-@cache
 def native_cpu_module() -> tuple[ModuleType | None, str | None]:
     """(halfstep._cpu, None), or (None, why it cannot be used)."""
+    return _native_module("halfstep._cpu", "C++ compiler")
+
+
+def native_cuda_module() -> tuple[ModuleType | None, str | None]:
+    """(halfstep._cuda, None), or (None, why it cannot be used). It loads without a driver and without a device."""
+    return _native_module("halfstep._cuda", "nvcc")
+
+
+@cache
+def _native_module(name: str, compiler: str) -> tuple[ModuleType | None, str | None]:
     try:
-        return importlib.import_module("halfstep._cpu"), None
+        return importlib.import_module(name), None
     except ModuleNotFoundError as error:
-        if error.name != "halfstep._cpu":
-            return None, f"halfstep._cpu failed to import: {error}"
-        return None, "halfstep._cpu is not built (no C++ compiler at install time?)"
+        if error.name != name:
+            return None, f"{name} failed to import: {error}"
+        return None, f"{name} is not built (no {compiler} at install time?)"
     except ImportError as error:
-        return None, f"halfstep._cpu does not load here: {error}"
+        return None, f"{name} does not load here: {error}"
 
 
 def choose(device: torch.device, forced: str | None = None) -> Any:
@@ -74,7 +83,24 @@ def _native_for(device: torch.device) -> tuple[Any, str | None]:
     if device.type == "cpu":
         module, why_not = native_cpu_module()
         return (native_cpu if module else None), why_not
+    if device.type == "cuda" and torch.version.hip is None:
+        return _native_for_cuda(device)
     return None, f"halfstep has no native kernels for {device.type} tensors in this version"
+
+
+@cache
+def _native_for_cuda(device: torch.device) -> tuple[Any, str | None]:
+    module, why_not = native_cuda_module()
+    if module is None:
+        return None, why_not
+    capability = torch.cuda.get_device_capability(device)
+    if not native_cuda.covers(module.archs, capability):
+        arch = "".join(map(str, capability))
+        return None, (
+            f"halfstep._cuda has no code for this GPU (sm_{arch}; it was built for {module.archs}): rebuild halfstep "
+            f"with CUDAARCHS={arch} in the environment"
+        )
+    return native_cuda.of_module(module), None
 
 
 @cache

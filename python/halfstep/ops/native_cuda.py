@@ -1,0 +1,173 @@
+"""The native CUDA backend: tensors in, device addresses to `halfstep._cuda`. Nothing here waits for the device.
+
+Tensors are dense; a row's share one layout. Results are tensors on the device that the stream's work has yet to fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reference.optimizer import AdamGroup
+from ..reference.step import AdamRow, StepInputs, StepResult
+from .native import Rows, addresses, columns, make_reader, pair_columns
+
+
+class CudaBackend:
+    """The operators of one native module: halfstep._cuda, or in tests the same kernels under the emulator.
+
+    Under the emulator the "device" is the host: its tensors are CPU tensors, its device number 0, its stream 0.
+    """
+
+    name = "native"
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._readers: dict[str, Any] = {}
+
+    def grad_stats(self, grads: Sequence[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        device = grads[0].device
+        total, first_bad = _result(torch.float64, device), _result(torch.int64, device)
+        with self.workspace(device) as allocate:
+            where = addresses([scale, None, total, first_bad])
+            self.module.grad_stats(*columns(grads), *where, allocate, *queue(device))
+        return total, first_bad
+
+    def sums_of_squares(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        device = tensors[0].device
+        each = torch.empty(len(tensors), dtype=torch.float64, device=device)
+        total, first_bad = _result(torch.float64, device), _result(torch.int64, device)
+        with self.workspace(device) as allocate:
+            where = addresses([None, each, total, first_bad])
+            self.module.grad_stats(*columns(tensors), *where, allocate, *queue(device))
+        return each, total
+
+    def unscale_(self, grads: Sequence[Tensor], factor: Tensor) -> Tensor:
+        device = grads[0].device
+        first_bad = _result(torch.int64, device)
+        with self.workspace(device) as allocate:
+            self.module.scale_(*columns(grads), *addresses([factor, first_bad]), allocate, *queue(device))
+        return first_bad
+
+    def cast_(self, dst: Sequence[Tensor], src: Sequence[Tensor], *, stochastic: bool, seed: int) -> None:
+        self.module.cast_(*pair_columns(dst, src), stochastic, seed, *queue(dst[0].device))
+
+    def accumulate_(self, dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
+        self.module.accumulate_(*pair_columns(dst, src), *queue(dst[0].device))
+
+    def AdamPlan(self, rows: Sequence[AdamRow]) -> AdamPlan:  # noqa: N802 (as the other backends' class)
+        return AdamPlan(self, rows)
+
+    def read_list(self, tensors: list[Tensor]) -> Any:
+        """The module's TensorList of these tensors, or None: see lists.py."""
+        reader = self.reader(tensors[0].device)
+        return None if reader is None else self.module.read_list(reader, tensors)
+
+    def reader(self, device: torch.device) -> Any:
+        if device.type not in self._readers:
+            self._readers[device.type] = make_reader(self.module, device)
+        return self._readers[device.type]
+
+    def workspace(self, device: torch.device) -> Workspace:
+        return Workspace(device)
+
+
+class Workspace:
+    """Device memory of one call, from torch's caching allocator, which hands it on only to later work on the stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._kept = device, []
+
+    def __enter__(self) -> Callable[[int], int]:
+        return self.allocate
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.clear()
+
+    def allocate(self, size: int) -> int:
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._kept.append(buffer)
+        return buffer.data_ptr()
+
+
+class AdamPlan(Rows):
+    """As reference.step.AdamPlan, with `run`: statistics, prologue and update in three launches."""
+
+    def __init__(self, backend: CudaBackend, rows: Sequence[AdamRow]) -> None:
+        self._device = rows[0].param.device
+        self._backend = backend
+        super().__init__(backend.module, rows, lambda: backend.reader(self._device))
+
+    def grad_stats(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        total, first_bad = _result(torch.float64, self._device), _result(torch.int64, self._device)
+        with self._backend.workspace(self._device) as allocate:
+            self._plan.grad_stats(*addresses([scale, total, first_bad]), allocate, *queue(self._device))
+        return total, first_bad
+
+    def update(self, groups: Sequence[AdamGroup], inputs: StepInputs) -> StepResult:
+        return self.run(groups, inputs, with_stats=False)[0]
+
+    def run(
+        self, groups: Sequence[AdamGroup], inputs: StepInputs, with_stats: bool
+    ) -> tuple[StepResult, Tensor | None]:
+        """The whole step; with its own first pass it also returns the index of the first non-finite gradient."""
+        norm, skipped, healed = (_result(dtype, self._device) for dtype in (torch.float64, torch.bool, torch.int64))
+        first_bad = _result(torch.int64, self._device) if with_stats else inputs.first_bad
+        where = [inputs.scale, inputs.found_inf, inputs.sum_squares, first_bad, norm, skipped, healed]
+        numbers, rates = _numbers(groups)
+        with self._backend.workspace(self._device) as allocate:
+            self._plan.run(
+                numbers, rates, addresses(where), -1.0 if inputs.max_norm is None else inputs.max_norm,
+                inputs.skip_nonfinite, inputs.seed, inputs.stochastic_weight, inputs.heal, with_stats, allocate,
+                *queue(self._device),
+            )  # fmt: skip
+        return StepResult(norm, skipped, healed), first_bad
+
+
+def queue(device: torch.device) -> tuple[int, int]:
+    """(device number, the caller's current stream on it)."""
+    if device.type != "cuda":
+        return 0, 0
+    return device.index or 0, torch.cuda.current_stream(device).cuda_stream
+
+
+def _result(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=dtype, device=device)
+
+
+def _numbers(groups: Sequence[AdamGroup]) -> tuple[Sequence[AdamGroup], list[tuple[int, int, bool]]]:
+    """The groups' numbers, and (group, address, is float64) of each learning rate that lies on the device."""
+    if not any(isinstance(group.lr, Tensor) for group in groups):
+        return groups, []
+    rates = [
+        (i, group.lr.data_ptr(), group.lr.dtype == torch.float64)
+        for i, group in enumerate(groups)
+        if isinstance(group.lr, Tensor)
+    ]
+    return [g._replace(lr=0.0) if isinstance(g.lr, Tensor) else g for g in groups], rates
+
+
+@cache
+def of_module(module: Any) -> CudaBackend:
+    return CudaBackend(module)
+
+
+def covers(archs: str, capability: tuple[int, int]) -> bool:
+    """True if a module built for `archs` ("80-real,90-real,120") has code for a device of this compute capability.
+
+    Machine code ("-real") runs on devices of its own major version from its minor version on, PTX (without) is compiled
+    by the driver for all later ones.
+    """
+    major, minor = capability
+    for arch in archs.split(","):
+        number, _, kind = arch.partition("-")
+        built = (int(number[:-1]), int(number[-1]))
+        if kind != "virtual" and built[0] == major and built[1] <= minor:
+            return True
+        if kind != "real" and built <= (major, minor):
+            return True
+    return False
