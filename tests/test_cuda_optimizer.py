@@ -1,0 +1,206 @@
+"""The CUDA optimizer phase under the emulator against the CPU's kernels, bit for bit: awkward data, every mode.
+
+Guards: a mode that differs between the backends, a head or tail handled twice or not at all, a result that depends on the
+order of threads or blocks, scratch memory read before it is written, launches that grow with groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from adam_rows import WEIGHT_IDS, WEIGHTS, Case, assert_same_step, make_case, run
+from adversarial import BFLOAT16, FLOAT16, FLOAT32, FLOATS, ordinary
+from bits import assert_all_same_bits, assert_same_bits
+from canary import Guarded
+from emulated_cuda import ASCENDING, DESCENDING, ORDER_IDS, ORDERS, SHUFFLED, emulated, launches, ordered
+from test_optimizer import FACTORS, FIRST_INDICES, GROUPS, PARAM_IDS, STEPS
+
+from halfstep.ops import native_cpu
+from halfstep.reference import AdamGroup
+from halfstep.reference.step import StepInputs
+
+each_order = pytest.mark.parametrize("order", ORDERS, ids=ORDER_IDS)
+
+
+@pytest.mark.parametrize("state", FLOATS, ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS, ids=WEIGHT_IDS)
+@pytest.mark.parametrize("inputs", FACTORS.values(), ids=FACTORS)
+def test_update_on_awkward_data(weight, state, inputs):
+    """As the CPU's test: 24 rows of every group, gradient dtype, step and counter of random words."""
+    cases = [
+        make_case(
+            weight, FLOATS[(i + i // 3) % 3], state, 512 * (i % 3) + i, seed=100 * i, amsgrad=i // 2 % 2 == 1, group=i,
+            step=STEPS[i // 3 % 4], param_id=PARAM_IDS[i % 4], first_index=FIRST_INDICES[i // 2 % 4],
+        )
+        for i in range(24)
+    ]  # fmt: skip
+    modes = itertools.product((False, True), repeat=2)
+    for (stochastic, heal), order in zip(modes, (ASCENDING, DESCENDING, SHUFFLED, SHUFFLED), strict=True):
+        options = inputs._replace(seed=2**32 - 5, stochastic_weight=stochastic, heal=heal)
+        expected = run(native_cpu, cases, GROUPS, options)
+        with ordered(order):
+            got = run(emulated(), cases, GROUPS, options)
+        assert_same_step(got, expected, cases, (order, stochastic, heal))
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=WEIGHT_IDS)
+def test_the_usual_kinds(weight):
+    """Each has an instance of its own: gradients of the weight's dtype, float32 states. Blocks, packs and rests."""
+    sizes = [1, 3, 4, 5, 1023, 16384, 16387, 3 * 16384 + 1, 70001]
+    cases = [make_case(weight, weight[0], FLOAT32, n, seed=n, group=i, step=i) for i, n in enumerate(sizes)]
+    for heal in (False, True):
+        inputs = StepInputs(scale=torch.tensor(8.0), heal=heal)
+        expected = run(native_cpu, cases, GROUPS, inputs)
+        assert_same_step(run(emulated(), cases, GROUPS, inputs), expected, cases, heal)
+
+
+@each_order
+def test_whole_phase(order):
+    """Scale, norm, clip and update of tensors that straddle chunks and blocks, with empty ones between them."""
+    cases, inputs = phase()
+    expected = run(native_cpu, cases, GROUPS, inputs)
+    assert not expected.result.skipped
+    assert expected.result.norm > 1
+    with ordered(order):
+        got = run(emulated(), cases, GROUPS, inputs)
+    assert_same_step(got, expected, cases, order)
+
+
+@each_order
+def test_three_launches(order):
+    """`run` is grad_stats and update with the same bits, in one launch for each pass and one between them."""
+    cases, inputs = phase()
+    cases = [case for case in cases if case.row.param.dtype == FLOAT32]
+    expected = run(native_cpu, cases, GROUPS, inputs)
+    rows = [case.row._replace(**{k: t.clone() for k, t in tensors_of(case).items()}) for case in cases]
+    plan = emulated().AdamPlan(rows)
+    plan.set_grads([case.grad for case in cases])
+    with ordered(order), launches() as made:
+        result, first_bad = plan.run(GROUPS, inputs, with_stats=True)
+    assert len(made) == 3
+    assert expected.stats is not None
+    assert_same_bits(first_bad, expected.stats[1], "first_bad")
+    got = expected._replace(rows=rows, result=result)
+    assert_same_step(got, expected, cases, order)
+
+
+@pytest.mark.parametrize("why", ["gradient", "overflow in the unscaling", "found_inf"])
+def test_a_skipped_step_changes_no_bit(why):
+    cases = [
+        make_case(weight, FLOAT32, state, 700, seed=i, amsgrad=True, step=i)
+        for i, (weight, state) in enumerate(itertools.product(WEIGHTS, FLOATS))
+    ]
+    cases = [case._replace(grad=ordinary(700, BFLOAT16, 5)) for case in cases]
+    inputs = StepInputs(scale=torch.tensor(4.0), max_norm=1.0, skip_nonfinite=True)
+    if why == "gradient":
+        cases[3].grad[699] = math.nan
+    elif why == "found_inf":
+        inputs = inputs._replace(found_inf=torch.tensor(2.0))
+    else:
+        cases[17].grad[0] = 3e38
+        inputs = inputs._replace(scale=torch.tensor(0.25))
+    got = run(emulated(), cases, GROUPS, inputs)
+    assert bool(got.result.skipped)
+    assert_same_step(got, run(native_cpu, cases, GROUPS, inputs), cases, why)
+    for case, row in zip(cases, got.rows, strict=True):
+        assert_all_same_bits(row[:6], case.row[:6], case.name)
+
+
+@pytest.mark.parametrize("shifts", [(1, 1, 1, 1, 1), (3, 3, 3, 3, 3), (1, 0, 0, 0, 0), (0, 0, 0, 2, 0), (0, 1, 2, 3, 1)])
+@pytest.mark.parametrize(
+    ("weight", "grad", "state"),
+    [
+        ((FLOAT32, None), FLOAT32, FLOAT32),
+        ((BFLOAT16, "master"), BFLOAT16, FLOAT32),
+        ((BFLOAT16, "remainder"), BFLOAT16, FLOAT32),
+        ((FLOAT16, "master"), FLOAT32, BFLOAT16),
+    ],
+    ids=str,
+)
+def test_views_that_are_not_aligned(weight, grad, state, shifts):
+    """All moved alike: packs from the first aligned element on. Moved differently: single elements."""
+    sizes = [1, 2, 5, 1030, 16385]
+    for size in sizes:
+        case = make_case(weight, grad, state, size, seed=size, amsgrad=True)
+        expected = run(native_cpu, [case], GROUPS, StepInputs())
+        guarded = {
+            name: Guarded(tensor, shift=shift)
+            for (name, tensor), shift in zip(tensors_of(case).items(), (*shifts, 0, 0), strict=False)
+        }
+        row = case.row._replace(**{name: g.tensor for name, g in guarded.items() if name != "grad"})
+        plan = emulated().AdamPlan([row])
+        plan.set_grads([guarded["grad"].tensor])
+        result = plan.update(GROUPS, StepInputs())
+        got = expected._replace(rows=[row], result=result)
+        assert_same_step(got, expected, [case], (size, shifts))
+        for name, g in guarded.items():
+            g.assert_intact(f"{name} of {case.name}")
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, torch.float64], ids=str)
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_learning_rate_on_the_device(dtype, where):
+    """Read by the prologue; nothing of it passes through the host."""
+    cases = [make_case(WEIGHTS[2], BFLOAT16, FLOAT32, 300, seed=i, group=i, step=4) for i in range(2)]
+    groups = [g._replace(lr=torch.tensor(0.3, dtype=dtype).item()) if i == where else g for i, g in enumerate(GROUPS[:2])]
+    on_device = [
+        g._replace(lr=torch.tensor(0.3, dtype=dtype)) if i == where else g for i, g in enumerate(GROUPS[:2])
+    ]
+    expected = run(native_cpu, cases, groups, StepInputs())
+    assert_same_step(run(emulated(), cases, on_device, StepInputs()), expected, cases, dtype)
+
+
+def many(count: int, groups: int, weight: tuple[torch.dtype, str | None]) -> tuple[list[Case], list[AdamGroup]]:
+    cases = [make_case(weight, weight[0], FLOAT32, 3 + i % 5, seed=i, group=i % groups) for i in range(count)]
+    return cases, [GROUPS[i % len(GROUPS)]._replace(lr=1e-3 * (i + 1)) for i in range(groups)]
+
+
+@pytest.mark.parametrize("groups", [1, 465, 1000])
+@pytest.mark.parametrize("weight", WEIGHTS, ids=WEIGHT_IDS)
+def test_launches_of_1000_small_tensors(weight, groups):
+    cases, hyper = many(1000, groups, weight)
+    cases = [case._replace(grad=ordinary(case.grad.numel(), case.grad.dtype, 1)) for case in cases]
+    inputs = StepInputs(max_norm=1.0, skip_nonfinite=True, stochastic_weight=True)
+    expected = run(native_cpu, cases, hyper, inputs)
+    plan = emulated().AdamPlan([case.row for case in cases])
+    plan.set_grads([case.grad for case in cases])
+    with launches() as made:
+        result, _ = plan.run(hyper, inputs, with_stats=True)
+    usual = weight[1] is not None or weight[0] == FLOAT32
+    # one for the statistics; one between the passes for every 620 groups; one update for every 406 to 580 rows
+    assert len(made) == 1 + (2 if groups == 1000 else 1) + (2 if usual else 3)
+    got = expected._replace(rows=[case.row for case in cases], result=result)
+    assert_same_step(got, expected, cases, groups)
+
+
+def test_mixed_kinds_cost_one_launch_each():
+    cases = [make_case(w, w[0], FLOAT32, 5, seed=i) for i, w in enumerate(WEIGHTS)] * 3
+    plan = emulated().AdamPlan([case.row for case in cases])
+    plan.set_grads([case.grad for case in cases])
+    with launches() as made:
+        plan.run(GROUPS, StepInputs(), with_stats=True)
+    assert len(made) == 2 + 5  # float32, two kinds of master, split, and one for the two without a master
+
+
+def phase() -> tuple[list[Case], StepInputs]:
+    sizes = [0, 1, 1023, 70001, 0, 5, 40000, 511, 0, 30000, 4, 0]
+    cases = []
+    for i, size in enumerate(sizes):
+        case = make_case(
+            WEIGHTS[(i + 5) % 6], FLOATS[i // 2 % 3], FLOATS[i // 3 % 3], size, seed=1000 * i, amsgrad=i % 2 == 1,
+            group=i // 2, step=STEPS[i % 4], param_id=i,
+        )  # fmt: skip
+        cases.append(case._replace(grad=case.grad.nan_to_num(1.0, 1.0, 1.0).clamp(-1e4, 1e4)))
+    inputs = StepInputs(
+        scale=torch.tensor(2.0**16 / 3), max_norm=1.0, skip_nonfinite=True, seed=3, stochastic_weight=True
+    )
+    return cases, inputs
+
+
+def tensors_of(case: Case) -> dict[str, torch.Tensor]:
+    fields = {**case.row._asdict(), "grad": case.grad}
+    names = ("param", "grad", "exp_avg", "exp_avg_sq", "master", "max_exp_avg_sq", "step")
+    return {name: fields[name] for name in names if fields[name] is not None}
