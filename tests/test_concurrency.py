@@ -48,15 +48,20 @@ def plan_call(method: str) -> Callable[[], object]:
     return lambda: (keep, getattr(plan, method)(*arguments, 1, "baseline"))
 
 
+LISTS = ("grad_stats", "scale_", "cast_", "sums_of_squares", "accumulate_")
+
+
 def list_call(name: str) -> Callable[[], object]:
-    x, y = torch.ones(SIZE), torch.ones(SIZE)
+    x, y, sums = torch.ones(SIZE), torch.ones(SIZE), torch.empty(TIMES, dtype=torch.float64)
     first, second, sizes, float32 = ([value] * TIMES for value in (x.data_ptr(), y.data_ptr(), SIZE, 0))
     arguments = {
         "grad_stats": (first, sizes, float32, 1.0),
         "scale_": (first, sizes, float32, 1.0),
         "cast_": (first, float32, second, float32, sizes, False, 0),
+        "sums_of_squares": (first, sizes, float32, sums.data_ptr(), TIMES),
+        "accumulate_": (first, float32, second, float32, sizes),
     }[name]
-    return lambda: (x, y, getattr(_cpu, name)(*arguments, 1, "baseline"))
+    return lambda: (x, y, sums, getattr(_cpu, name)(*arguments, 1, "baseline"))
 
 
 def probe_call() -> Callable[[], object]:
@@ -67,7 +72,7 @@ def probe_call() -> Callable[[], object]:
 CALLS = {
     "AdamPlan.update": lambda: plan_call("update"),
     "AdamPlan.grad_stats": lambda: plan_call("grad_stats"),
-    **{name: lambda name=name: list_call(name) for name in ("grad_stats", "scale_", "cast_")},
+    **{name: lambda name=name: list_call(name) for name in LISTS},
     "probe_": probe_call,
 }
 
@@ -103,9 +108,15 @@ def cast_to(dst: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], object]:
     return lambda given: native_cpu.cast_(lists.read(dst) or [], lists.read(given) or [], stochastic=False, seed=0)
 
 
+def accumulate_into(dst: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], object]:
+    return lambda given: native_cpu.accumulate_(lists.read(dst) or [], lists.read(given) or [])
+
+
 # Nothing in them lets go of the GIL before the list is read
 LIST_CALLS = {
     "grad_stats": lambda: hs.grad_stats,
+    "l2_norms": lambda: hs.l2_norms,
+    "accumulate_": lambda: accumulate_into([torch.ones(SIZE)] * TIMES),
     "unscale_": lambda: lambda given: native_cpu.unscale_(lists.read(given) or [], 1.0),
     "cast_": lambda: cast_to([torch.ones(SIZE, dtype=BFLOAT16)] * TIMES),
 }
@@ -169,7 +180,8 @@ def convert(seed: int) -> list[torch.Tensor]:
     for _ in range(5):
         hs.cast_(dst, src, rounding="stochastic", seed=seed)
         hs.unscale_(src, 0.5, torch.zeros(()))
-    return [*dst, *src, *hs.grad_stats(src)]
+        hs.accumulate_(src, dst)
+    return [*dst, *src, *hs.grad_stats(src), *hs.l2_norms(dst)]
 
 
 def test_two_threads_at_once_get_what_each_gets_alone():

@@ -179,3 +179,11 @@ def test_lists_refuse_dtensors(mesh):
     sharded = distribute_tensor(ordinary(SHAPE, FLOAT32, 0), mesh, [Shard(0)])
     with pytest.raises(TypeError, match=r"grads\[1\] is a DTensor; pass its local part"):
         hs.grad_stats([parameters(FLOAT32)[0].detach(), sharded])
+    with pytest.raises(TypeError, match=r"tensors\[0\] is a DTensor; pass its local part"):
+        hs.l2_norms([sharded])
+    plain = ordinary(SHAPE, FLOAT32, 1)
+    for call in (hs.cast_, hs.accumulate_):
+        with pytest.raises(TypeError, match=r"dst_list\[1\] is a DTensor; pass its local part"):
+            call([plain, sharded], [plain, sharded])
+        with pytest.raises(TypeError, match=r"src_list\[0\] is a DTensor; pass its local part"):
+            call([plain], [sharded])

@@ -40,6 +40,18 @@ def test_grad_stats_unscale_and_cast():
         assert not y[:100].any()
 
 
+def test_norms_and_accumulation():
+    """The sources end in what must be added to the last elements, and to nothing before them."""
+    with FoldedZeros(NUMEL, FLOAT32) as x, FoldedZeros(NUMEL, FLOAT16) as y:
+        x[-3:], y[-3:] = END, END / 2
+        norms, total = hs.l2_norms([torch.tensor([12.0]), x])
+        assert (norms.tolist(), total.item()) == ([12.0, 5.0], 13.0)
+        hs.accumulate_([x], [y])
+        assert x[-4:].tolist() == [0.0, 4.5, 6.0, 0.0]
+        assert y[-4:].tolist() == [0.0, 1.5, 2.0, 0.0]
+        assert not x[:100].any()
+
+
 def test_update():
     """The last elements get what they get in a short tensor."""
     group = AdamGroup(0.1, 0.9, 0.999, 1e-8, 0.01, decoupled=True, maximize=False)

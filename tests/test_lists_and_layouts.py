@@ -77,6 +77,10 @@ def test_lists(sizes):
         hs.cast_(tensors, sources)
         hs.cast_(tensors[::2], sources[::2], rounding="stochastic", seed=9)
         results += [t.clone() for t in tensors]
+        results += [*hs.l2_norms(tensors)]
+        sums = [t.float() for t in tensors]
+        hs.accumulate_(sums, sources)
+        results += sums
         optimizer = stepped(tensors, values)
         results += [optimizer.grad_norm, *(optimizer.state[p]["step"] for p in optimizer.param_groups[0]["params"])]
         results += [t.clone() for t in tensors]
@@ -189,6 +193,14 @@ def test_functions_do_not_depend_on_strides(layout):
         assert_all_same_bits(
             hs.grad_stats([given.tensor, target.tensor]), hs.grad_stats([given.tensor.contiguous(), *plain]), name
         )
+        assert_all_same_bits(
+            hs.l2_norms([given.tensor, target.tensor]), hs.l2_norms([given.tensor.contiguous(), *plain]), name
+        )
+        total, plain_total = Guarded(source, *LAYOUTS[layout]), source.clone()
+        hs.accumulate_([total.tensor], [given.tensor])
+        hs.accumulate_([plain_total], [given.tensor.contiguous()])
+        assert_all_same_bits([total.tensor], [plain_total], f"accumulated from {name}")
+        total.assert_intact(f"accumulated from {name}")
     for write in (lambda t: hs.unscale_([t], 0.3, torch.zeros(())), lambda t: hs.clip_grad_norm_(with_grad(t), 0.1)):
         target, plain = Guarded(source, *LAYOUTS[layout]), source.clone()
         write(target.tensor)
@@ -251,12 +263,14 @@ def test_lazily_negated_views(size):
         read, scaled, rounded, weight = torch.zeros(size), make(1), make(2), make(3)
         hs.cast_([read, rounded], [make(4), torch.full((size,), 0.1)])
         hs.unscale_([scaled], 0.3, torch.zeros(()))
+        total = make(9)
+        hs.accumulate_([total, read], [make(10), make(11)])
         param = Parameter(make(5))
         param.grad = make(6)
         hs.clip_grad_norm_(param, 0.1)
         steps = [stepped([weight], [make(7)]), stepped([torch.ones(size)], [make(8)])]
         states = [value for optimizer in steps for value in held(optimizer).values()]
-        results.append([read, scaled, rounded, weight, param.grad, *states])
+        results.append([read, scaled, rounded, weight, total, *hs.l2_norms([make(12)]), param.grad, *states])
     assert_all_same_bits(*results, "negated")
 
 

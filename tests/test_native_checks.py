@@ -16,6 +16,8 @@ from halfstep.ops import native_cpu
 F32, BF16, F16 = range(3)
 X = torch.zeros(4)
 P = X.data_ptr()
+SUMS = torch.zeros(4, dtype=torch.float64)
+Q = SUMS.data_ptr()
 RUN = (1, "")  # threads, isa
 GROUP = (1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
 
@@ -51,6 +53,12 @@ REFUSED = [
     (lambda: _cpu.cast_([P], [F32], [P, P], [F32], [4], False, 0, *RUN), "src has 2 entries, expected 1"),
     (lambda: _cpu.cast_([P], [F32], [P], [F32], [4, 4], False, 0, *RUN), "numel has 2 entries, expected 1"),
     (lambda: _cpu.cast_([P], [F32], [P], [], [4], False, 0, *RUN), "dtype has 0 entries, expected 1"),
+    (lambda: _cpu.sums_of_squares([P], [4, 4], [F32], Q, 1, *RUN), "numel has 2 entries, expected 1"),
+    (lambda: _cpu.sums_of_squares([P], [4], [F32], Q, 2, *RUN), "sums has 2 entries, expected 1"),
+    (lambda: _cpu.sums_of_squares([P], [4], [F32], Q, 0, *RUN), "sums has 0 entries, expected 1"),
+    (lambda: _cpu.accumulate_([P, P], [F32, F32], [P], [F32], [4, 4], *RUN), "src has 1 entries, expected 2"),
+    (lambda: _cpu.accumulate_([P], [F32], [P], [F32], [4, 4], *RUN), "numel has 2 entries, expected 1"),
+    (lambda: _cpu.accumulate_([P], [F32], [P], [F32, F32], [4], *RUN), "dtype has 2 entries, expected 1"),
     *(
         (lambda name=name: plan(**{name: [0]}), f"{name} has 1 entries, expected 2")
         for name in ("first_index", "param_id", "group", "param_dtype", "state_dtype")
@@ -66,6 +74,14 @@ REFUSED = [
     (lambda: _cpu.grad_stats([P], [4], [-1], 1.0, *RUN), "dtype code -1 is not 0 (f32), 1 (bf16) or 2 (f16)"),
     (lambda: plan(state_dtype=[F32, 2**32]), f"dtype code {2**32} is not 0"),
     (lambda: tensors(plan()).set_grads([P, P], [F32, 7]), "dtype code 7 is not 0"),
+    (lambda: _cpu.sums_of_squares([P], [4], [5], Q, 1, *RUN), "dtype code 5 is not 0 (f32), 1 (bf16) or 2 (f16)"),
+    (lambda: _cpu.sums_of_squares([P], [4], [F32], Q, -1, *RUN), "sums has a negative size"),
+    (lambda: _cpu.sums_of_squares([P], [4], [F32], 0, 1, *RUN), "sums has no storage"),
+    (lambda: _cpu.sums_of_squares([0], [4], [F32], Q, 1, *RUN), "tensor 0 has no storage"),
+    (lambda: _cpu.accumulate_([P], [F32], [P], [3], [4], *RUN), "dtype code 3 is not 0 (f32), 1 (bf16) or 2 (f16)"),
+    (lambda: _cpu.accumulate_([0], [F32], [P], [F32], [4], *RUN), "tensor 0 has no storage"),
+    (lambda: _cpu.accumulate_([P, P], [F32, F32], [P, 0], [F32, F32], [4, 4], *RUN), "tensor 1 has no storage"),
+    (lambda: _cpu.accumulate_([P], [F32], [P], [F32], [-4], *RUN), "tensor 0 has a negative size"),
     (lambda: _cpu.scale_([P, P], [4, -1], [F32, F32], 1.0, *RUN), "tensor 1 has a negative size"),
     (lambda: _cpu.scale_([P, 0], [4, 1], [F32, F32], 1.0, *RUN), "tensor 1 has no storage"),
     (lambda: tensors(plan()).set_grads([0, P], [F32, F32]), "tensor 0 has no storage"),
@@ -94,6 +110,9 @@ REFUSED = [
     (lambda: ready().update([GROUP] * 2, 1.0, 0, False, True, 0, ""), "threads must be at least 1, got 0"),
     (lambda: _cpu.grad_stats([P], [4], [F32], 1.0, -2, ""), "threads must be at least 1, got -2"),
     (lambda: _cpu.scale_([P], [4], [F32], 1.0, 1, "sse9"), "isa 'sse9' is not in this build; see supported_isas()"),
+    (lambda: _cpu.sums_of_squares([P], [4], [F32], Q, 1, 0, ""), "threads must be at least 1, got 0"),
+    (lambda: _cpu.accumulate_([P], [BF16], [P], [F32], [4], *RUN), "accumulate_ adds to float32 tensors only"),
+    (lambda: _cpu.accumulate_([P], [F32], [P], [F32], [4], 1, "avx3"), "isa 'avx3' is not in this build"),
     (lambda: _cpu.probe_(P, P, P, 0, 4, *RUN), "probe needs four float32 buffers"),
     (lambda: _cpu.probe_(P, P, P, P, -1, *RUN), "probe needs four float32 buffers"),
 ]
@@ -104,6 +123,7 @@ def test_a_callers_mistake_is_an_error(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
     assert not X.any()
+    assert not SUMS.any()
 
 
 def test_lists_of_different_shapes_are_not_cast():
@@ -113,6 +133,24 @@ def test_lists_of_different_shapes_are_not_cast():
             _cpu.cast_(read[0], other, False, 0, *RUN)
     with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
         _cpu.grad_stats(read[0], 1.0, 0, "")
+
+
+def test_lists_that_accumulate_and_sums_of_squares_do_not_take():
+    """Read lists too: shapes, a dst that is not float32, room for another number of sums."""
+    x, y = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)
+    dst, narrow, other = (
+        _cpu.read_list(native_cpu.tensor_reader(), given) for given in ([x, x], [x, y], [x.view(2, 2)] * 2)
+    )
+    _cpu.accumulate_(dst, narrow, *RUN)
+    with pytest.raises(ValueError, match="the lists of accumulate_ have different shapes"):
+        _cpu.accumulate_(dst, other, *RUN)
+    with pytest.raises(ValueError, match="accumulate_ adds to float32 tensors only"):
+        _cpu.accumulate_(narrow, dst, *RUN)
+    assert _cpu.sums_of_squares(dst, Q, 2, *RUN) == 0
+    with pytest.raises(ValueError, match="sums has 3 entries, expected 2"):
+        _cpu.sums_of_squares(dst, Q, 3, *RUN)
+    with pytest.raises(ValueError, match="sums has no storage"):
+        _cpu.sums_of_squares(dst, 0, 2, *RUN)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +192,8 @@ def test_nothing_to_do():
     assert _cpu.grad_stats([], [], [], 1.0, *RUN) == (0.0, -1)
     assert _cpu.scale_([], [], [], 1.0, *RUN) == -1
     _cpu.cast_([], [], [], [], [], False, 0, *RUN)
+    _cpu.accumulate_([], [], [], [], [], *RUN)
+    assert _cpu.sums_of_squares([], [], [], 0, 0, *RUN) == 0.0
     empty = _cpu.AdamPlan([], [], [], [], [], [])
     empty.set_tensors([], [], [], [], [], [], [])
     empty.set_grads([], [])

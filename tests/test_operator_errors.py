@@ -1,4 +1,4 @@
-"""What cast_, grad_stats, unscale_ and clip_grad_norm_ refuse, and how they say it."""
+"""What the functions on lists refuse (cast_, accumulate_, grad_stats, l2_norms, ...), and how they say it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,17 @@ TYPE_ERRORS = [
     (lambda: hs.cast_([torch.zeros(3, dtype=torch.complex64)], [X]), "dst_list[0]: dtype torch.complex64"),
     (lambda: hs.grad_stats([X, SPARSE]), "grads[1]: sparse layout torch.sparse_coo is not supported; pass a dense"),
     (lambda: hs.grad_stats([X, X.double()]), "grads[1]: dtype torch.float64"),
+    (lambda: hs.accumulate_([X], [1.0]), "src_list[0]: expected a torch.Tensor, got float"),
+    (
+        lambda: hs.accumulate_([X, X.clone().bfloat16()], [X, X]),
+        "dst_list[1]: dtype torch.bfloat16 of shape (3,) is not supported; use float32",
+    ),
+    (lambda: hs.accumulate_([X.half()], [X.half()]), "dst_list[0]: dtype torch.float16 of shape (3,) is not supported"),
+    (lambda: hs.accumulate_([X], [X.double()]), "src_list[0]: dtype torch.float64 of shape (3,) is not supported"),
+    (lambda: hs.accumulate_([SPARSE], [X]), "dst_list[0]: sparse layout torch.sparse_coo is not supported"),
+    (lambda: hs.l2_norms([X, None]), "tensors[1]: expected a torch.Tensor, got NoneType"),
+    (lambda: hs.l2_norms([X.int()]), "tensors[0]: dtype torch.int32 of shape (3,) is not supported; use float32"),
+    (lambda: hs.l2_norms([SPARSE]), "tensors[0]: sparse layout torch.sparse_coo is not supported; pass a dense"),
     (lambda: hs.unscale_([SPARSE], 1.0, ZERO), "grads[0]: sparse layout torch.sparse_coo"),
     (lambda: hs.unscale_([X.long()], 1.0, ZERO), "grads[0]: dtype torch.int64"),
     (lambda: hs.clip_grad_norm_(with_grad(X.double()), 1.0), "parameters' gradients[0]: dtype torch.float64"),
@@ -53,6 +64,13 @@ VALUE_ERRORS = [
     (lambda: hs.cast_([X], [X[None]]), "dst_list[0] has shape (3,) and src_list[0] (1, 3)"),
     (lambda: hs.cast_([X], [META]), "pair 0 is on cpu and meta, the first on cpu; use one device a call"),
     (lambda: hs.cast_([X, META], [X, META]), "pair 1 is on meta and meta, the first on cpu; use one device a call"),
+    (
+        lambda: hs.accumulate_([X, X], [X]),
+        "dst_list has 2 tensors and src_list 1; they are paired, so give as many of each",
+    ),
+    (lambda: hs.accumulate_([X], [X[None]]), "dst_list[0] has shape (3,) and src_list[0] (1, 3); pairs need one shape"),
+    (lambda: hs.accumulate_([X], [META]), "pair 0 is on cpu and meta, the first on cpu; use one device a call"),
+    (lambda: hs.l2_norms([X, META]), "tensors[1] is on meta, tensors[0] on cpu; use one device a call"),
     (lambda: hs.grad_stats([X, META]), "grads[1] is on meta, grads[0] on cpu; use one device a call"),
     (lambda: hs.grad_stats([X], torch.ones(2)), "scale must be one number, got shape (2,)"),
     (lambda: hs.unscale_([X, META], 1.0, ZERO), "grads[1] is on meta, grads[0] on cpu; use one device a call"),
@@ -112,6 +130,11 @@ def test_in_place_work_on_shared_memory_is_refused_by_name():
         (lambda: hs.cast_([x[1:]], [x[:-1]]), r"src_list\[0\] and dst_list\[0\] share memory"),
         (lambda: hs.cast_([x[:6]], [x[:12:2]]), r"share memory"),
         (lambda: hs.cast_([x, x], [x, x]), r"dst_list\[0\] and dst_list\[1\] share memory"),
+        (lambda: hs.accumulate_([expanded], [torch.zeros(3)]), r"dst_list\[0\]: shape .* \(an expanded tensor\?\)"),
+        (lambda: hs.accumulate_([x[1:]], [x[:-1]]), r"src_list\[0\] and dst_list\[0\] share memory"),
+        (lambda: hs.accumulate_([x], [x.view(12)]), r"(src|dst)_list\[0\] and (src|dst)_list\[0\] share memory"),
+        (lambda: hs.accumulate_([x, x], [x, x]), r"dst_list\[0\] and dst_list\[1\] share memory"),
+        (lambda: hs.accumulate_([x[:4], x[4:8]], [x[4:8], x[:4]]), r"share memory"),
         (lambda: hs.clip_grad_norm_(with_grad(expanded), 1.0), r"gradient 0: shape \(3,\) with strides \(0,\)"),
         (lambda: hs.clip_grad_norm_([with_grad(x[:6]), with_grad(x[5:])], 1.0), "gradient 0 and gradient 1 share"),
     ]

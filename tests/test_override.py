@@ -50,6 +50,11 @@ CALLS: dict[str, tuple[Any, dict[str, int]]] = {
     "LossScaler": (lambda: scaled_step(lambda o, s: s.step(o)), {**STEP, **FIRST_PASS}),
     "cast_": (lambda: hs.cast_([torch.ones(5)], [torch.zeros(5)]), {"cast_": 1}),
     "grad_stats": (lambda: hs.grad_stats([torch.ones(5)] * 60, 2.0), {"grad_stats": 1}),
+    "l2_norms": (lambda: hs.l2_norms([torch.ones(5)] * 60), {"sums_of_squares": 1}),
+    "accumulate_": (
+        lambda: hs.accumulate_([torch.ones(5) for _ in range(60)], [torch.ones(5)] * 60),
+        {"accumulate_": 1},
+    ),
     "unscale_": (lambda: hs.unscale_([torch.ones(5) for _ in range(60)], 2.0, torch.zeros(())), {"unscale_": 1}),
     "clip_grad_norm_": (lambda: hs.clip_grad_norm_(params(60), 1.0), {"grad_stats": 1, "unscale_": 1}),
     "clip_grad_norm_, below": (lambda: hs.clip_grad_norm_(params(), 1e6), {"grad_stats": 1}),

@@ -67,6 +67,9 @@ def outcome(kinds: list[str]) -> list[Tensor]:
     hs.cast_(targets, [g.to(FLOATS[i % 3]) for i, g in enumerate(grads)])
     rounded = [t.clone() for t in targets]
     hs.cast_(targets, grads, rounding="stochastic", seed=3)
+    sums = [t.float() for t in made(kinds, 400)]
+    hs.accumulate_(sums, grads)
+    returned += [*hs.l2_norms(grads), *sums]
     return [*returned, found_inf, *scaled, *rounded, *targets, *(p.grad for p in params if p.grad is not None)]
 
 
@@ -111,13 +114,15 @@ def test_nothing_is_read_where_c_cannot():
 @pytest.mark.parametrize("kinds", [LISTS["all plain"], LISTS["columns among them"]], ids=["plain", "not plain"])
 def test_what_is_written_is_a_new_version_and_what_is_read_is_not(kinds):
     """Autograd must refuse a backward through a value that a call has overwritten."""
-    written, read = made(kinds, 0), made(kinds, 100)
+    written, read = [t.detach().float() for t in made(kinds, 0)], made(kinds, 100)
     writes = [
         lambda: hs.cast_(written, read),
         lambda: hs.unscale_(written, 0.5, torch.zeros(())),
+        lambda: hs.accumulate_(written, read),
         lambda: hs.grad_stats([*written, *read]),
+        lambda: hs.l2_norms([*written, *read]),
     ]
-    for call, more in zip(writes, (True, True, False), strict=True):
+    for call, more in zip(writes, (True, True, True, False, False), strict=True):
         before = [[t._version for t in tensors] for tensors in (written, read)]
         call()
         after = [[t._version for t in tensors] for tensors in (written, read)]

@@ -122,6 +122,30 @@ def test_clip_grad_norm(tensors, max_norm, wild):
     assert_as_reference(run)
 
 
+@any_case
+@given(LISTS, st.booleans())
+def test_l2_norms(tensors, wild):
+    def run(plain: bool) -> tuple[list[Guarded], list[Tensor]]:
+        found = [d.second(plain, wild=wild) for d in tensors]
+        return found, [*hs.l2_norms([b.tensor for b in found])]
+
+    assert_as_reference(run)
+
+
+@any_case
+@given(LISTS, st.booleans())
+def test_accumulate(tensors, twice):
+    """Also the sum of a tensor and itself."""
+
+    def run(plain: bool) -> tuple[list[Guarded], list[Tensor]]:
+        dst = [d._replace(dtype=torch.float32).tensor(plain) for d in tensors]
+        src = dst if twice else [d.second(plain) for d in tensors]
+        hs.accumulate_([b.tensor for b in dst], [b.tensor for b in src])
+        return [*dst, *src], []
+
+    assert_as_reference(run)
+
+
 OPTIONS = st.fixed_dictionaries(
     {
         "lr": st.sampled_from([0.0, 1e-3, 0.5]),

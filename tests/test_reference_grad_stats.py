@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 
 import numpy as np
 import pytest
 import torch
 
-from halfstep.reference import clip_coefficient, grad_stats, optimizer, unscale_
+from halfstep.reference import clip_coefficient, grad_stats, sum_squares, sums_of_squares, unscale_
 
 SIZES = [0, 1, 1023, 1024, 1025, 8191, 8192, 8193, 65535, 65536, 65537, 2 * 65536 + 3]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF, NAN = float("inf"), float("nan")
 
 
@@ -68,6 +71,24 @@ def relative_bound(size: int) -> float:
 def test_order_is_the_documented_one(size):
     for low, high in RANGES:
         check_order(powers(size, low, high))
+
+
+def test_sums_of_squares_are_each_tensors():
+    """Every tensor by the documented order, a transposed one in that of its rows."""
+    sizes = (0, 9001, 1025, 70000, 0, 8193, 3)
+    tensors = [powers(size, *RANGES[i % 3]).to(DTYPES[i % 2]) for i, size in enumerate(sizes)] + [normal(1025).half()]
+    tensors[3] = tensors[3].view(-1, 70).t()
+    sums, total = sums_of_squares(tensors)
+    by_hand = [sum_squares_by_hand(t.float().reshape(-1).numpy()) for t in tensors]
+    assert sums.tolist() == by_hand
+    assert total.item() == functools.reduce(operator.add, by_hand, 0.0)
+
+
+def test_tensors_add_in_order():
+    """Each of four squares is lost beside a 1 in float64; the four of them together are not."""
+    tensors = [torch.ones(1), *[torch.full((1,), 2.0**-27)] * 4]
+    assert sums_of_squares(tensors)[1].item() == grad_stats(tensors, 1.0)[0].item() == 1.0
+    assert sums_of_squares(tensors[::-1])[1].item() == grad_stats(tensors[::-1], 1.0)[0].item() == 1 + 2.0**-52
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -217,6 +238,6 @@ def test_clip_coefficient_is_torchs():
     [("LANES", 512), ("GROUP_ROWS", 4), ("CHUNK", 32768), ("GROUP_SUM_MIN", 2.0**-90), ("GROUP_SUM_MAX", 2.0**110)],
 )
 def test_planted_faults_in_the_order_are_seen(monkeypatch, name, value):
-    monkeypatch.setattr(optimizer, name, value)
+    monkeypatch.setattr(sum_squares, name, value)
     with pytest.raises(AssertionError):
         test_order_is_the_documented_one(65537)

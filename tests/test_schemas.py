@@ -41,6 +41,11 @@ def lists() -> tuple[list[Tensor], list[Tensor]]:
     return a, b
 
 
+def floats() -> list[Tensor]:
+    """Laid out as the first list, in float32."""
+    return [torch.empty_strided(t.shape, t.stride()).copy_(t) for t in lists()[0]]
+
+
 def weights() -> list[Tensor]:
     return [ordinary((4, 5), BFLOAT16, 0), ordinary((7,), BFLOAT16, 1)]
 
@@ -49,10 +54,13 @@ SAMPLES: dict[str, tuple[Callable, Callable[[], tuple[tuple, dict[str, Any]]]]] 
     "grad_stats": (OPS.grad_stats.default, lambda: ((lists()[0], None), {})),
     "grad_stats, scaled": (OPS.grad_stats.default, lambda: ((lists()[1], torch.tensor(8.0)), {})),
     "grad_stats, no tensors": (OPS.grad_stats.default, lambda: (([], None), {})),
+    "l2_norms": (OPS.l2_norms.default, lambda: ((lists()[0],), {})),
+    "l2_norms, no tensors": (OPS.l2_norms.default, lambda: (([],), {})),
     "unscale_": (OPS.unscale_.default, lambda: ((lists()[0], torch.tensor(0.5), torch.zeros(())), {})),
     "clip_grad_norm_": (OPS.clip_grad_norm_.default, lambda: ((lists()[1], 0.5), {})),
     "cast_": (OPS.cast_.default, lambda: (lists(), {})),
     "cast_, stochastic": (OPS.cast_.default, lambda: (lists(), {"stochastic": True, "seed": 3})),
+    "accumulate_": (OPS.accumulate_.default, lambda: ((floats(), lists()[1]), {})),
     "adam_": (OPS.adam_.default, lambda: ((), adam_arguments(weights(), skip_nonfinite=True))),
     "adam_, all options": (
         OPS.adam_.default,
@@ -99,7 +107,16 @@ def whole_phase(tensors: list[Tensor], sources: list[Tensor], found_inf: Tensor)
     hs.unscale_(tensors, 0.25, found_inf)
     norm, overflow = hs.grad_stats([t + 1 for t in tensors], scale=2.0)
     hs.cast_(sources, tensors)
-    return norm * 2, overflow + found_inf, *hs.grad_stats(sources), torch.stack([t.float().sum() for t in tensors])
+    hs.accumulate_(sources, [t * 3 for t in tensors])
+    hs.accumulate_(sources[1:], sources[1:])
+    norms, total = hs.l2_norms([*sources, *tensors])
+    return (
+        norm * 2,
+        overflow + found_inf,
+        norms + total,
+        *hs.grad_stats(sources),
+        torch.stack([t.float().sum() for t in tensors]),
+    )
 
 
 def clip(params: list[Parameter]) -> Tensor:
@@ -134,7 +151,10 @@ def test_inductor_keeps_the_calls_and_their_order(tmp_path, monkeypatch):
         before = hs.grad_stats(tensors)
         hs.cast_(tensors, sources)
         hs.unscale_(tensors, 2.0, found_inf)
-        return *before, *hs.grad_stats(tensors)
+        hs.accumulate_(sources, tensors)
+        hs.cast_(tensors, sources)
+        hs.accumulate_(sources, tensors)
+        return *before, *hs.grad_stats(tensors), *hs.l2_norms(sources)
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()

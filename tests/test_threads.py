@@ -49,6 +49,8 @@ CALLS: dict[str, Callable[[], Callable[[], object]]] = {
     "AdamPlan.grad_stats": lambda: step("grad_stats"),
     "AdamPlan.update": lambda: step("update"),
     "grad_stats": lambda: partial(hs.grad_stats, tensors(FLOAT32)),
+    "sums_of_squares": lambda: partial(hs.l2_norms, tensors(FLOAT32)),
+    "accumulate_": lambda: partial(hs.accumulate_, tensors(FLOAT32), tensors(BFLOAT16)),
     "scale_": lambda: partial(hs.unscale_, tensors(FLOAT32), 0.5, torch.zeros(())),
     "cast_": lambda: partial(hs.cast_, tensors(BFLOAT16), tensors(FLOAT32)),
 }

@@ -155,7 +155,7 @@ int64_t update(const AdamRow& row, const UpdateArgs& args, int64_t begin, int64_
   return update_as(kind, row, args, begin, end, next);
 }
 
-// ---- scale, cast, probe --------------------------------------------------------------------------------------------
+// ---- scale, cast, accumulate, probe ---------------------------------------------------------------------------------
 // Calls body(i, n, whole): whole vectors first, then what is left.
 template <class Body>
 HALFSTEP_FN void for_each_vector(int64_t begin, int64_t end, Body body) {
@@ -188,6 +188,26 @@ void cast(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t 
   }
 }
 
+template <Dtype kSource>
+void accumulate_from(float* dst, const void* src, int64_t begin, int64_t end) {
+  for_each_vector(begin, end, [&](int64_t i, int lanes, auto whole) {
+    constexpr bool kWhole = decltype(whole)::value;
+    const Float sum = load<kWhole>(dst, Dtype::f32, i, lanes) + load<kWhole>(src, kSource, i, lanes);
+    store_lanes<kWhole>(dst + i, sum.lanes, lanes);
+  });
+}
+
+void accumulate(float* dst, const void* src, Dtype src_dtype, int64_t begin, int64_t end) {
+  switch (src_dtype) {
+    case Dtype::f32:
+      return accumulate_from<Dtype::f32>(dst, src, begin, end);
+    case Dtype::bf16:
+      return accumulate_from<Dtype::bf16>(dst, src, begin, end);
+    default:
+      return accumulate_from<Dtype::f16>(dst, src, begin, end);
+  }
+}
+
 void probe(float* p, const float* g, float* m, float* v, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
@@ -203,7 +223,7 @@ void probe(float* p, const float* g, float* m, float* v, int64_t n) {
 #define HALFSTEP_STRING_(x) #x
 #define HALFSTEP_STRING(x) HALFSTEP_STRING_(x)
 extern const Kernels kernels;
-const Kernels kernels = {HALFSTEP_STRING(HALFSTEP_ISA), update, stats, scale, cast, probe};
+const Kernels kernels = {HALFSTEP_STRING(HALFSTEP_ISA), update, stats, scale, cast, accumulate, probe};
 
 }  // namespace HALFSTEP_ISA
 }  // namespace halfstep

@@ -38,6 +38,8 @@ struct Kernels {
   // dst = src, elements [begin, end); `key` null: nearest.
   void (*cast)(void* dst, Dtype dst_dtype, const void* src, Dtype src_dtype, int64_t begin, int64_t end,
                const RandomKey* key);
+  // dst = dst + src in float32, elements [begin, end); the two may be the same memory.
+  void (*accumulate)(float* dst, const void* src, Dtype src_dtype, int64_t begin, int64_t end);
   // Adam's traffic without its arithmetic, 28 bytes per element: what the machine can do (benches only).
   void (*probe)(float* p, const float* g, float* m, float* v, int64_t n);
 };

@@ -58,11 +58,11 @@ char* at(const TensorRef& t, int64_t i) { return static_cast<char*>(t.data) + i 
 
 }  // namespace
 
-GradStats grad_stats(const std::vector<TensorRef>& grads, float factor, Run run) {
+GradStats grad_stats(const std::vector<TensorRef>& grads, float factor, Run run, double* sums) {
   const std::vector<int64_t> start = starts(grads.size(), [&](size_t i) { return grads[i].numel; });
   const std::vector<int64_t> first_chunk =
       starts(grads.size(), [&](size_t i) { return (grads[i].numel + kChunk - 1) / kChunk; });
-  std::vector<double> sums(static_cast<size_t>(first_chunk.back()));
+  std::vector<double> chunk_sums(static_cast<size_t>(first_chunk.back()));
   std::atomic<int64_t> first_nonfinite{INT64_MAX};
   // A unit takes the chunks that begin inside it: chunks never straddle tensors, units may.
   for_each_unit(start.back(), run, [&](int64_t unit) {
@@ -73,7 +73,7 @@ GradStats grad_stats(const std::vector<TensorRef>& grads, float factor, Run run)
         if (i + 1 < grads.size())
           next = {grads[i + 1].data, std::min(kNextBytes, grads[i + 1].numel * item_size(grads[i + 1].dtype))};
         const ChunkStats s = run.kernels->stats(at(grads[i], c * kChunk), grads[i].dtype, n, factor, next);
-        sums[static_cast<size_t>(first_chunk[i] + c)] = s.sum_squares;
+        chunk_sums[static_cast<size_t>(first_chunk[i] + c)] = s.sum_squares;
         if (s.nonfinite) lower_to(first_nonfinite, static_cast<int64_t>(i));
       }
     });
@@ -82,7 +82,8 @@ GradStats grad_stats(const std::vector<TensorRef>& grads, float factor, Run run)
   GradStats out;
   for (size_t i = 0; i < grads.size(); ++i) {
     double tensor = 0.0;
-    for (int64_t c = first_chunk[i]; c < first_chunk[i + 1]; ++c) tensor += sums[static_cast<size_t>(c)];
+    for (int64_t c = first_chunk[i]; c < first_chunk[i + 1]; ++c) tensor += chunk_sums[static_cast<size_t>(c)];
+    if (sums) sums[i] = tensor;
     out.sum_squares += tensor;
   }
   const int64_t lowest = first_nonfinite.load();
@@ -110,6 +111,15 @@ void cast(const std::vector<TensorRef>& dst, const std::vector<TensorRef>& src, 
     for_each_piece(start, unit, [&](size_t i, int64_t begin, int64_t end) {
       const RandomKey key{seed, 0, static_cast<uint32_t>(i), kStreamWeight};
       run.kernels->cast(dst[i].data, dst[i].dtype, src[i].data, src[i].dtype, begin, end, stochastic ? &key : nullptr);
+    });
+  });
+}
+
+void accumulate(const std::vector<TensorRef>& dst, const std::vector<TensorRef>& src, Run run) {
+  const std::vector<int64_t> start = starts(dst.size(), [&](size_t i) { return dst[i].numel; });
+  for_each_unit(start.back(), run, [&](int64_t unit) {
+    for_each_piece(start, unit, [&](size_t i, int64_t begin, int64_t end) {
+      run.kernels->accumulate(static_cast<float*>(dst[i].data), src[i].data, src[i].dtype, begin, end);
     });
   });
 }

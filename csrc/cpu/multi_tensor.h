@@ -21,7 +21,8 @@ struct GradStats {
 };
 
 // Of u = grad * factor, in the contract's order (chunks, lanes, groups of 8 rows, tree).
-GradStats grad_stats(const std::vector<TensorRef>& grads, float factor, Run run);
+// `sums`, unless null, receives the sum of squares of each tensor.
+GradStats grad_stats(const std::vector<TensorRef>& grads, float factor, Run run, double* sums = nullptr);
 
 // x = round(x * factor) in place; returns the index of the first tensor with a non-finite stored value, or -1.
 int64_t scale(const std::vector<TensorRef>& tensors, float factor, Run run);
@@ -29,6 +30,9 @@ int64_t scale(const std::vector<TensorRef>& tensors, float factor, Run run);
 // dst[i] = src[i]; stochastic: Philox key (seed, 0), parameter id i, stream 0.
 void cast(const std::vector<TensorRef>& dst, const std::vector<TensorRef>& src, bool stochastic, uint32_t seed,
           Run run);
+
+// dst[i] = dst[i] + src[i] in float32, rounded once; dst[i] is float32, and may be src[i].
+void accumulate(const std::vector<TensorRef>& dst, const std::vector<TensorRef>& src, Run run);
 
 struct AdamOptions {
   float grad_factor = 1.0f;

@@ -60,6 +60,10 @@ class TensorList {
     return true;
   }
 
+  bool are_float32() const {
+    return std::all_of(refs_.begin(), refs_.end(), [](const TensorRef& ref) { return ref.dtype == Dtype::f32; });
+  }
+
   const std::vector<TensorRef>& refs() const { return refs_; }
   int32_t device_index() const { return device_index_; }
 

@@ -1,9 +1,20 @@
 """halfstep: the memory- and time-hungry half of a mixed-precision training step. `import halfstep as hs`."""
 
 from ._version import __version__
-from .cast import cast_
-from .gradients import clip_grad_norm_, grad_stats, unscale_
+from .cast import accumulate_, cast_
+from .gradients import clip_grad_norm_, grad_stats, l2_norms, unscale_
 from .optim import Adam, AdamW
 from .scaler import LossScaler
 
-__all__ = ["Adam", "AdamW", "LossScaler", "__version__", "cast_", "clip_grad_norm_", "grad_stats", "unscale_"]
+__all__ = [
+    "Adam",
+    "AdamW",
+    "LossScaler",
+    "__version__",
+    "accumulate_",
+    "cast_",
+    "clip_grad_norm_",
+    "grad_stats",
+    "l2_norms",
+    "unscale_",
+]

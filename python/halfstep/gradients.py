@@ -1,4 +1,4 @@
-"""grad_stats, unscale_, clip_grad_norm_: the first half of the optimizer phase, for loops that want it on its own.
+"""grad_stats, l2_norms, unscale_, clip_grad_norm_: the first half of the optimizer phase, for loops that want it alone.
 
 halfstep's optimizers do all of this inside step(); nothing here needs to be called before them.
 """
@@ -14,7 +14,7 @@ from .ops import lists
 from .ops import optimizer as optimizer_ops
 from .ops.layout import check_tensor
 from .ops.overlap import check_writable
-from .shards import is_sharded
+from .shards import refuse_sharded
 
 
 def _checked(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
@@ -24,10 +24,7 @@ def _checked(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
         return plain
     for i, tensor in enumerate(found):
         check_tensor(tensor, f"{name}[{i}]")
-        if is_sharded(tensor):
-            raise TypeError(
-                f"{name}[{i}] is a DTensor; pass its local part (tensor.to_local()) and reduce over the mesh"
-            )
+        refuse_sharded(tensor, f"{name}[{i}]")
         if tensor.device != found[0].device:
             raise ValueError(
                 f"{name}[{i}] is on {tensor.device}, {name}[0] on {found[0].device}; use one device a call"
@@ -74,6 +71,32 @@ def grad_stats(grads: Iterable[Tensor], scale: Tensor | float | None = None) -> 
         return torch.ops.halfstep.grad_stats(checked, divisor)
     total, first_bad = optimizer_ops.grad_stats(checked, divisor)
     return optimizer_ops.norm_from(total), (first_bad >= 0).float()
+
+
+@torch.no_grad()
+def l2_norms(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """The 2-norm of every tensor and of all of them together, in one read.
+
+    Args:
+        tensors: n float32, bfloat16 or float16 tensors of one device, any shapes and strides; read only. Gradients,
+            weights, updates; a gradient that still carries a loss scale is not unscaled.
+
+    Returns:
+        (norms, total): float64 [n] and 0-d float64, on the tensors' device. Inf or NaN where a tensor has one; 0 for a
+            tensor without elements. They have one fixed order of summation on every backend, `total` that of
+            `grad_stats`, and do not overflow or vanish for finite numbers of any size.
+
+    Bytes read per element: the tensor's item size. Raises as `grad_stats`.
+
+    Example:
+        >>> norms, total = hs.l2_norms([torch.tensor([3.0, 4.0]), torch.tensor([12.0], dtype=torch.bfloat16)])
+        >>> norms.tolist(), total.item()
+        ([5.0, 12.0], 13.0)
+    """
+    checked = _checked(tensors, "tensors")
+    if torch.compiler.is_compiling():
+        return torch.ops.halfstep.l2_norms(checked)
+    return optimizer_ops.l2_norms(checked)
 
 
 @torch.no_grad()

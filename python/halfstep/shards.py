@@ -14,6 +14,12 @@ def is_sharded(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def refuse_sharded(tensor: Tensor, name: str) -> None:
+    """Raise TypeError for a DTensor: a list function would see the local part alone, or no memory at all."""
+    if is_sharded(tensor):
+        raise TypeError(f"{name} is a DTensor; pass its local part (tensor.to_local()) and reduce over the mesh")
+
+
 def local(tensor: Tensor) -> Tensor:
     """The part of the tensor on this rank, sharing its memory; the tensor itself if it is not a DTensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

@@ -17,6 +17,17 @@ std::pair<double, int64_t> run_grad_stats(const std::vector<TensorRef>& grads, d
   return {s.sum_squares, s.first_nonfinite};
 }
 
+// `sums`: the address of `room` numbers, which must be as many as there are tensors.
+double run_sums_of_squares(const std::vector<TensorRef>& list, uint64_t sums, int64_t room, int threads,
+                           const std::string& isa) {
+  if (room < 0) refuse("sums has a negative size");
+  check_length("sums", static_cast<size_t>(room), list.size());
+  if (room > 0 && !sums) refuse("sums has no storage");
+  const Run run = run_with(threads, isa);
+  const py::gil_scoped_release nogil;
+  return grad_stats(list, 1.0f, run, pointer<double>(sums)).sum_squares;
+}
+
 int64_t run_scale(const std::vector<TensorRef>& list, double factor, int threads, const std::string& isa) {
   const Run run = run_with(threads, isa);
   const py::gil_scoped_release nogil;
@@ -30,9 +41,23 @@ void run_cast(const std::vector<TensorRef>& to, const std::vector<TensorRef>& fr
   cast(to, from, stochastic, seed, run);
 }
 
+void run_accumulate(const std::vector<TensorRef>& to, const std::vector<TensorRef>& from, int threads,
+                    const std::string& isa) {
+  for (const TensorRef& t : to)
+    if (t.dtype != Dtype::f32) refuse("accumulate_ adds to float32 tensors only");
+  const Run run = run_with(threads, isa);
+  const py::gil_scoped_release nogil;
+  accumulate(to, from, run);
+}
+
 std::pair<double, int64_t> bind_grad_stats(const Addresses& grad, const Integers& numel, const Integers& dtype,
                                            double factor, int threads, const std::string& isa) {
   return run_grad_stats(tensors(grad, numel, dtype), factor, threads, isa);
+}
+
+double bind_sums_of_squares(const Addresses& data, const Integers& numel, const Integers& dtype, uint64_t sums,
+                            int64_t room, int threads, const std::string& isa) {
+  return run_sums_of_squares(tensors(data, numel, dtype), sums, room, threads, isa);
 }
 
 int64_t bind_scale(const Addresses& data, const Integers& numel, const Integers& dtype, double factor, int threads,
@@ -46,10 +71,21 @@ void bind_cast(const Addresses& dst, const Integers& dst_dtype, const Addresses&
   run_cast(tensors(dst, numel, dst_dtype), tensors(src, numel, src_dtype), stochastic, seed, threads, isa);
 }
 
-// The same three of lists that are read already.
+void bind_accumulate(const Addresses& dst, const Integers& dst_dtype, const Addresses& src, const Integers& src_dtype,
+                     const Integers& numel, int threads, const std::string& isa) {
+  check_length("src", src.size(), dst.size());
+  run_accumulate(tensors(dst, numel, dst_dtype), tensors(src, numel, src_dtype), threads, isa);
+}
+
+// The same of lists that are read already.
 std::pair<double, int64_t> bind_list_grad_stats(const TensorList& grads, double factor, int threads,
                                                 const std::string& isa) {
   return run_grad_stats(grads.refs(), factor, threads, isa);
+}
+
+double bind_list_sums_of_squares(const TensorList& list, uint64_t sums, int64_t room, int threads,
+                                 const std::string& isa) {
+  return run_sums_of_squares(list.refs(), sums, room, threads, isa);
 }
 
 int64_t bind_list_scale(const TensorList& list, double factor, int threads, const std::string& isa) {
@@ -60,6 +96,11 @@ void bind_list_cast(const TensorList& dst, const TensorList& src, bool stochasti
                     const std::string& isa) {
   if (!dst.has_shapes_of(src)) refuse("the lists of cast_ have different shapes");
   run_cast(dst.refs(), src.refs(), stochastic, seed, threads, isa);
+}
+
+void bind_list_accumulate(const TensorList& dst, const TensorList& src, int threads, const std::string& isa) {
+  if (!dst.has_shapes_of(src)) refuse("the lists of accumulate_ have different shapes");
+  run_accumulate(dst.refs(), src.refs(), threads, isa);
 }
 
 py::tuple bind_decide(double sum_squares, float scale, double max_norm, bool nonfinite, bool skip_nonfinite,
@@ -105,6 +146,10 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("scale_", &bind_scale, arg("data"), arg("numel"), arg("dtype"), arg("factor"), arg("threads"), arg("isa"));
   m.def("cast_", &bind_cast, arg("dst"), arg("dst_dtype"), arg("src"), arg("src_dtype"), arg("numel"),
         arg("stochastic"), arg("seed"), arg("threads"), arg("isa"));
+  m.def("sums_of_squares", &bind_sums_of_squares, arg("data"), arg("numel"), arg("dtype"), arg("sums"), arg("room"),
+        arg("threads"), arg("isa"));
+  m.def("accumulate_", &bind_accumulate, arg("dst"), arg("dst_dtype"), arg("src"), arg("src_dtype"), arg("numel"),
+        arg("threads"), arg("isa"));
   m.def("decide", &bind_decide, arg("sum_squares"), arg("scale"), arg("max_norm"), arg("nonfinite"),
         arg("skip_nonfinite"), arg("found_inf"));
   m.def("inverse", &bind_inverse, arg("scale"));
@@ -114,6 +159,9 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("grad_stats", &bind_list_grad_stats, arg("grad"), arg("factor"), arg("threads"), arg("isa"));
   m.def("scale_", &bind_list_scale, arg("data"), arg("factor"), arg("threads"), arg("isa"));
   m.def("cast_", &bind_list_cast, arg("dst"), arg("src"), arg("stochastic"), arg("seed"), arg("threads"), arg("isa"));
+  m.def("sums_of_squares", &bind_list_sums_of_squares, arg("data"), arg("sums"), arg("room"), arg("threads"),
+        arg("isa"));
+  m.def("accumulate_", &bind_list_accumulate, arg("dst"), arg("src"), arg("threads"), arg("isa"));
   bind_rows(py::class_<AdamPlan>(m, "AdamPlan", py::module_local()))
       .def("grad_stats", &AdamPlan::stats, arg("factor"), arg("threads"), arg("isa"))
       .def("update", &AdamPlan::update, arg("groups"), arg("grad_factor"), arg("seed"), arg("stochastic_weight"),

@@ -20,7 +20,7 @@ import torch
 from . import native_cpu, native_cuda, reference_torch
 
 NAMES = ("native", "triton", "reference")
-OPERATORS = ("grad_stats", "adam_", "unscale_", "cast_", "clip_grad_norm_")
+OPERATORS = ("grad_stats", "adam_", "unscale_", "cast_", "clip_grad_norm_", "l2_norms", "accumulate_")
 
 # None, or what stands in for every backend: see `override`.
 _override: Any = None

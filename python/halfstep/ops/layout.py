@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = (torch.bfloat16, torch.float16)
@@ -79,3 +80,12 @@ def as_layout(tensor: Tensor, like: Tensor) -> Tensor:
 def dense_or_copy(tensor: Tensor) -> Tensor:
     """`tensor` itself if dense, else a contiguous copy: for work in place on elements whose order does not matter."""
     return tensor if is_dense(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def copy_back(targets: Sequence[Tensor], work: Sequence[Tensor]) -> None:
+    """After work in place: what was staged is written, and autograd hears of it. `work` has a target or its buffer."""
+    if work is not targets:
+        for target, buffer in zip(targets, work, strict=True):
+            if buffer is not target:
+                target.copy_(buffer)
+    increment_version(list(targets))

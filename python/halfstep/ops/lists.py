@@ -42,6 +42,10 @@ def read_pairs(dst: list[Tensor], src: list[Tensor]) -> tuple[PlainList, PlainLi
     return (targets, sources) if targets.table.apart(sources.table) else None
 
 
+def are_float32(tensors: PlainList) -> bool:
+    return tensors.table.are_float32()
+
+
 def are_apart(tensors: Sequence[Tensor]) -> bool:
     """True if these came from `read` and no two share memory. False says nothing."""
     return isinstance(tensors, PlainList) and tensors.table.apart()

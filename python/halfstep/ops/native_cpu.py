@@ -53,12 +53,22 @@ def grad_stats(grads: Sequence[Tensor], scale: Tensor | None) -> tuple[Tensor, T
     return _real(total), _whole(first_bad)
 
 
+def sums_of_squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    sums = torch.empty(len(tensors), dtype=torch.float64)
+    total = _native().sums_of_squares(*columns(tensors), sums.data_ptr(), len(tensors), torch.get_num_threads(), isa)
+    return sums, _real(total)
+
+
 def unscale_(grads: Sequence[Tensor], factor: float) -> Tensor:
     return _whole(_native().scale_(*columns(grads), factor, torch.get_num_threads(), isa))
 
 
 def cast_(dst: Sequence[Tensor], src: Sequence[Tensor], *, stochastic: bool, seed: int) -> None:
     _native().cast_(*pair_columns(dst, src), stochastic, seed, torch.get_num_threads(), isa)
+
+
+def accumulate_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
+    _native().accumulate_(*pair_columns(dst, src), torch.get_num_threads(), isa)
 
 
 class AdamPlan(Rows):

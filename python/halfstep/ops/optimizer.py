@@ -1,4 +1,4 @@
-"""The optimizer phase: grad_stats, unscale_, clip_grad_norm_ on lists, and the fused Adam step.
+"""The optimizer phase: grad_stats, l2_norms, unscale_, clip_grad_norm_ on lists, and the fused Adam step.
 
 Functions here take validated tensors, settle layouts, choose the backend and call it. `schemas.py` wraps the same
 functions for torch.compile.
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..reference.optimizer import AdamGroup, clip_coefficient, norm_from
+from ..reference.optimizer import AdamGroup, clip_coefficient
 from ..reference.step import AdamRow, StepInputs, StepResult
+from ..reference.sum_squares import norm_from
 from . import backend
-from .layout import DTYPES, NARROW, PlainList, as_layout, check_tensor, dense_or_copy, is_dense, same_layout
+from .layout import DTYPES, NARROW, PlainList, as_layout, check_tensor, copy_back, dense_or_copy, is_dense, same_layout
 
 __all__ = [
     "AdamGroup",
@@ -27,6 +28,7 @@ __all__ = [
     "StepResult",
     "clip_grad_norm_",
     "grad_stats",
+    "l2_norms",
     "norm_from",
     "unscale_",
 ]
@@ -46,6 +48,16 @@ def grad_stats(grads: Sequence[Tensor], scale: Tensor | None, forced: str | None
     return chosen.grad_stats(grads if isinstance(grads, PlainList) else [g.contiguous() for g in grads], scale)
 
 
+def l2_norms(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """(2-norm of every tensor, float64 [n]; of all of them together, 0-d float64)."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    chosen = backend.choose(tensors[0].device)
+    plain = tensors if isinstance(tensors, PlainList) else [t.contiguous() for t in tensors]
+    sums, total = chosen.sums_of_squares(plain)
+    return norm_from(sums), norm_from(total)
+
+
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
     """grad = round(f32(grad) * inv_scale) in place; 0-d int64 index of the first tensor with a non-finite result."""
     if not grads:
@@ -53,7 +65,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
     chosen = backend.choose(grads[0].device)
     work = grads if isinstance(grads, PlainList) else [dense_or_copy(g) for g in grads]
     first_bad = chosen.unscale_(work, float(inv_scale))
-    _copy_back(grads, work)
+    copy_back(grads, work)
     return first_bad
 
 
@@ -64,14 +76,6 @@ def clip_grad_norm_(grads: Sequence[Tensor], max_norm: float) -> Tensor:
     if coefficient != 1.0:  # 1 would rewrite every gradient with itself
         unscale_(grads, coefficient.float())
     return norm
-
-
-def _copy_back(targets: Sequence[Tensor], work: Sequence[Tensor]) -> None:
-    if work is not targets:
-        for target, buffer in zip(targets, work, strict=True):
-            if buffer is not target:
-                target.copy_(buffer)
-    increment_version(list(targets))
 
 
 class AdamStep:

@@ -35,6 +35,15 @@ def _grad_stats(grads: list[Tensor], scale: Tensor | None = None) -> tuple[Tenso
     return optimizer_ops.norm_from(total), (first_bad >= 0).float()
 
 
+def _l2_norms(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return optimizer_ops.l2_norms(tensors)
+
+
+def _fake_l2_norms(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    total = _scalar(tensors, torch.float64)
+    return total.new_empty(len(tensors)), total
+
+
 def _unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     first_bad = optimizer_ops.unscale_(grads, inv_scale)
     found_inf.copy_(torch.maximum(found_inf, (first_bad >= 0).to(found_inf.dtype)))
@@ -46,6 +55,10 @@ def _clip_grad_norm_(grads: list[Tensor], max_norm: float) -> Tensor:
 
 def _cast_(dst: list[Tensor], src: list[Tensor], stochastic: bool = False, seed: int = 0) -> None:
     cast_ops.cast_(dst, src, stochastic, seed)
+
+
+def _accumulate_(dst: list[Tensor], src: list[Tensor]) -> None:
+    cast_ops.accumulate_(dst, src)
 
 
 def _adam_(
@@ -84,6 +97,7 @@ _define(
     _grad_stats,
     lambda grads, scale=None: (_scalar(grads, torch.float64), _scalar(grads, torch.float32)),
 )
+_define("l2_norms(Tensor[] tensors) -> (Tensor, Tensor)", _l2_norms, _fake_l2_norms)
 _define(
     "unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
     _unscale_,
@@ -99,6 +113,7 @@ _define(
     _cast_,
     lambda dst, src, stochastic=False, seed=0: None,
 )
+_define("accumulate_(Tensor(a!)[] dst, Tensor[] src) -> ()", _accumulate_, lambda dst, src: None)
 _define(
     "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor(f!)[] steps, Tensor? scale, Tensor? found_inf, "

@@ -3,14 +3,16 @@
 Slow and readable. Imports torch and nothing else of halfstep; runs on any device that has float64.
 """
 
-from .cast import cast_
+from .cast import accumulate_, cast_
 from .optimizer import AdamGroup, AdamScalars, adam_scalars, clip_coefficient, grad_stats, power, unscale_, update_
 from .philox import philox_words
 from .rounding import join_master, round_stochastic, round_to, split_master
+from .sum_squares import sums_of_squares
 
 __all__ = [
     "AdamGroup",
     "AdamScalars",
+    "accumulate_",
     "adam_scalars",
     "cast_",
     "clip_coefficient",
@@ -21,6 +23,7 @@ __all__ = [
     "round_stochastic",
     "round_to",
     "split_master",
+    "sums_of_squares",
     "unscale_",
     "update_",
 ]

@@ -1,4 +1,4 @@
-"""Conversion of lists of tensors between float32, bfloat16 and float16, in plain PyTorch."""
+"""Lists of tensors converted between float32, bfloat16 and float16, or added up in float32, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -30,3 +30,15 @@ def cast_(dst: Sequence[Tensor], src: Sequence[Tensor], *, stochastic: bool = Fa
             target.copy_(round_stochastic(x, target.dtype, words))
         else:
             target.copy_(round_to(x, target.dtype))
+
+
+@torch.no_grad()
+def accumulate_(dst: Sequence[Tensor], src: Sequence[Tensor]) -> None:
+    """dst[i] = dst[i] + f32(src[i]) in float32, one rounding, in place.
+
+    Args:
+        dst: float32, any strides.
+        src: as many tensors of the same shapes and devices; float32, bfloat16 or float16, any strides.
+    """
+    for target, source in zip(dst, src, strict=True):
+        target.copy_(target + source.float())

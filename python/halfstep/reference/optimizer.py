@@ -19,13 +19,7 @@ from torch import Tensor
 
 from .philox import philox_words
 from .rounding import join_master, round_stochastic, round_to, split_master
-
-# Order of the squared norm: chunks of rows of lanes, rows summed in groups
-CHUNK = 65536
-LANES = 1024
-GROUP_ROWS = 8
-# A float32 group sum inside these bounds has lost nothing to overflow, and nothing that matters to underflow
-GROUP_SUM_MIN, GROUP_SUM_MAX = 2.0**-100, 2.0**120
+from .sum_squares import sum_squares
 
 STREAM_WEIGHT, STREAM_EXP_AVG, STREAM_EXP_AVG_SQ, STREAM_MAX_EXP_AVG_SQ = range(4)
 Words = Callable[[int], Tensor]  # stream -> random words of a tensor's elements
@@ -82,9 +76,8 @@ def adam_scalars(group: AdamGroup, t: int) -> AdamScalars:
 def grad_stats(grads: Sequence[Tensor], inv_scale: float) -> tuple[Tensor, Tensor]:
     """Squared norm of the unscaled gradients, and the first tensor that is not finite.
 
-    The unscaled gradient is u = f32(g) * inv_scale. Squares add up in one fixed order (see `_chunk_sum_squares`), the
-    chunks of 65,536 elements of a tensor in order in float64, then the tensors in order in float64; an empty tensor
-    adds 0. Finite gradients never overflow or vanish, whatever their size.
+    The unscaled gradient is u = f32(g) * inv_scale. Squares add up in the order of sum_squares.py, then the tensors in
+    order in float64. Finite gradients never overflow or vanish, whatever their size.
 
     Args:
         grads: float32, bfloat16 or float16, any shapes and strides, on one device.
@@ -96,20 +89,10 @@ def grad_stats(grads: Sequence[Tensor], inv_scale: float) -> tuple[Tensor, Tenso
     total = torch.zeros((), dtype=torch.float64, device=device)
     bad = []
     for grad in grads:
-        u = grad.float().reshape(-1) * inv_scale
-        tensor_total = torch.zeros_like(total)
-        for chunk in u.split(CHUNK) if u.numel() else ():
-            tensor_total = tensor_total + _chunk_sum_squares(chunk)
-        total = total + tensor_total
+        u = grad.float() * inv_scale
+        total = total + sum_squares(u)
         bad.append(~u.isfinite().all())
     return total, _first(bad, device)
-
-
-def norm_from(sum_squares: Tensor) -> Tensor:
-    """The square root of a 0-d float64 tensor, correctly rounded: torch.sqrt on a CPU is an ulp off in 1 of 130."""
-    if sum_squares.device.type != "cpu":
-        return sum_squares.sqrt()
-    return torch.tensor(math.sqrt(sum_squares.item()), dtype=torch.float64)
 
 
 def clip_coefficient(norm: Tensor | float, max_norm: float) -> Tensor:
@@ -206,35 +189,6 @@ def update_(
     p = p - (scalars.step_size * m) / d
     _store_weight(param, master, p, words if stochastic else None)
     return healed
-
-
-def _chunk_sum_squares(u: Tensor) -> Tensor:
-    """Sum of squares of one chunk, 0-d float64.
-
-    Element e belongs to lane e % 1024. A lane adds the squares of 8 successive rows in float32, each product and each
-    sum rounded; a sum outside [2**-100, 2**120], or NaN, is formed again in float64, in the same order. A lane adds its
-    group sums in order in float64; lanes combine as a tree, lane[i] += lane[i + s] for s = 512, 256, .. 1.
-
-    Args:
-        u: float32 [n], 0 < n <= 65,536.
-    """
-    # missing elements count as 0, which adds nothing anywhere
-    u = torch.nn.functional.pad(u, (0, -u.numel() % (GROUP_ROWS * LANES)))
-    rows = u.view(-1, GROUP_ROWS, LANES).unbind(1)
-    narrow = rows[0] * rows[0]
-    wide = rows[0].double() * rows[0].double()
-    for row in rows[1:]:
-        narrow = narrow + row * row
-        wide = wide + row.double() * row.double()
-    trusted = (narrow >= GROUP_SUM_MIN) & (narrow <= GROUP_SUM_MAX)
-    groups = torch.where(trusted, narrow.double(), wide)
-    lanes = groups[0]
-    for group in groups[1:]:
-        lanes = lanes + group
-    while lanes.numel() > 1:
-        half = lanes.numel() // 2
-        lanes = lanes[:half] + lanes[half:]
-    return lanes[0]
 
 
 def _first(bad: list[Tensor], device: torch.device) -> Tensor:

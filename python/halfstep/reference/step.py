@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .optimizer import AdamGroup, clip_coefficient, grad_stats, norm_from, update_
+from .optimizer import AdamGroup, clip_coefficient, grad_stats, update_
+from .sum_squares import norm_from
 
 
 class AdamRow(NamedTuple):
