@@ -1,8 +1,9 @@
 """Builds the native modules with CMake. Everything declarative is in pyproject.toml.
 
 What can go wrong on a user's machine must not stop the install: without a compiler halfstep is installed as pure
-Python, says so in one sentence, and `halfstep doctor` repeats why. Where the native modules are a must (tests, CI,
-release wheels) the option `--require-native` turns that into an error:
+Python, says so in one sentence, and `halfstep doctor` repeats why. The CUDA module is built where there is an nvcc, and
+what fails in it leaves the CPU module alone. Where the native modules are a must (tests, CI, release wheels) the option
+`--require-native` turns a missing CPU module, and a CUDA module that an nvcc did not make, into an error:
 
     pip install . -C--global-option=--require-native
 """
@@ -13,10 +14,12 @@ import importlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,7 +29,7 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError, OptionError
 
 ROOT = Path(__file__).resolve().parent
-MODULES = ["_cpu"]
+MODULES = ["_cpu", "_cuda"]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 # Per interpreter, as the modules are: one source tree may serve several Pythons in editable installs.
 BUILD_INFO = f"_build_info.{sys.implementation.cache_tag}.json"
@@ -35,6 +38,14 @@ MISSING_TOOL = f"Install a C++17 compiler (Debian, Ubuntu: apt install g++) and 
 BROKEN_BUILD = (
     f"The compiler's own words are above (pip shows them with -v): please report them, or {AGAIN} once fixed."
 )
+BROKEN_CUDA = (
+    "nvcc's own words are above (pip shows them with -v); CUDACXX names another nvcc, CUDAHOSTCXX another g++ for it, "
+    f"CUDAARCHS the GPUs to build for: {AGAIN} once fixed."
+)
+NO_NVCC = f"For NVIDIA GPUs install the CUDA toolkit (12.1 or newer, with nvcc) and {AGAIN}."
+# What CMake and the compilers read: another value means another build.
+BUILD_VARIABLES = ("CXX", "CXXFLAGS", "LDFLAGS")
+CUDA_VARIABLES = ("CUDACXX", "CUDAFLAGS", "CUDAHOSTCXX", "CUDAARCHS", "CUDA_HOME", "CUDA_PATH")
 
 
 class NativeBuildError(Exception):
@@ -74,20 +85,35 @@ class BuildNative(build_ext):
         in_place = self.inplace or self.editable_mode
         package = (ROOT / "python" if in_place else Path(self.build_lib).resolve()) / "halfstep"
         package.mkdir(parents=True, exist_ok=True)
-        for module in MODULES:  # a failed build must not leave the previous one behind as if it were current
-            (package / f"{module}{SUFFIX}").unlink(missing_ok=True)
         facts: dict = {"modules": [], "reason": None, "remedy": None, "python": platform.python_version()}
-        try:
-            facts.update(build_with_cmake(install_to=package.parent), modules=MODULES)
-        except NativeBuildError as error:
-            if self.distribution.require_native:
-                raise CompileError(
-                    f"--require-native was given and the native modules were not built: {error}"
-                ) from None
-            facts.update(reason=str(error), remedy=error.remedy)
-            message = f"halfstep is installed without its native CPU kernels and will be slow: {error}. {error.remedy}"
-            print(f"warning: {message}", file=sys.stderr, flush=True)
+        # On the same disk, so that a finished module takes its name in one step: a process that has the old one mapped
+        # keeps it, and no other process meets half a file.
+        with tempfile.TemporaryDirectory(prefix=".built-", dir=package) as folder:
+            try:
+                facts.update(build_with_cmake(Path(folder)))
+            except NativeBuildError as error:
+                facts.update(reason=str(error), remedy=error.remedy)
+                facts["cuda"] = {"found": False, "reason": "the CPU module comes first", "remedy": error.remedy}
+            for module in MODULES:
+                if module in facts["modules"]:
+                    os.replace(Path(folder) / "halfstep" / f"{module}{SUFFIX}", package / f"{module}{SUFFIX}")
+                else:  # a failed build must not leave the previous one behind as if it were current
+                    (package / f"{module}{SUFFIX}").unlink(missing_ok=True)
         (package / BUILD_INFO).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        self.refuse_or_warn(facts)
+
+    def refuse_or_warn(self, facts: dict) -> None:
+        cuda = facts["cuda"]
+        if facts["reason"]:
+            what, slow, failed = "native CPU kernels", " and will be slow", facts
+        elif cuda["found"] and cuda["reason"]:
+            what, slow, failed = "CUDA kernels", "", cuda
+        else:
+            return
+        if self.distribution.require_native:
+            raise CompileError(f"--require-native was given and the {what} were not built: {failed['reason']}")
+        message = f"halfstep is installed without its {what}{slow}: {failed['reason']}. {failed['remedy']}"
+        print(f"warning: {message}", file=sys.stderr, flush=True)
 
     # setuptools asks these to list files per extension; CMake's install step has put them where they belong.
     def get_source_files(self) -> list[str]:
@@ -100,33 +126,68 @@ class BuildNative(build_ext):
         return {}
 
 
+class CMake:
+    """The tools and the build folder they share. Raises NativeBuildError if a tool is missing."""
+
+    def __init__(self) -> None:
+        try:
+            import pybind11
+        except ImportError:
+            reason = "pybind11 is not installed (it comes by itself without --no-build-isolation)"
+            raise NativeBuildError(reason) from None
+        self.jobs = parallel_jobs()
+        self.cmake, ninja = find_tool("cmake"), find_tool("ninja")
+        self.build = fresh_build_dir({
+            "cmake": self.cmake,
+            "ninja": ninja,
+            "python": sys.executable,
+            "pybind11": pybind11.get_cmake_dir(),
+            **{name: os.environ.get(name, "") for name in BUILD_VARIABLES + CUDA_VARIABLES},
+        })  # fmt: skip
+        self.command = [
+            self.cmake, "-S", str(ROOT), "-B", str(self.build), "-G", "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={ninja}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        ]  # fmt: skip
+        self.pybind11 = pybind11.__version__
+
+    def configure(self) -> dict:
+        """The facts CMake found out about compilers and targets. A broken nvcc is one of them, not an error."""
+        broken = None
+        try:
+            run_tool([*self.command, "-DHALFSTEP_CUDA=ON"], "nvcc does not work", BROKEN_CUDA)
+        except NativeBuildError as error:  # whose fault it was shows without the CUDA part
+            broken = error
+            run_tool([*self.command, "-DHALFSTEP_CUDA=OFF"], "CMake could not configure the build")
+        facts = json.loads((self.build / "build_facts.json").read_text(encoding="utf-8"))
+        if broken:
+            facts["cuda"].update(found=True, reason=str(broken))
+        return {**facts, "pybind11": self.pybind11}
+
+    def make(self, module: str, remedy: str, install_to: Path) -> None:
+        build = [self.cmake, "--build", str(self.build), "--target", module, *self.jobs]
+        run_tool(build, "the compiler failed", remedy)
+        install = [self.cmake, "--install", str(self.build), "--component", module, "--prefix", str(install_to)]
+        run_tool(install, "CMake could not copy the module", remedy)
+
+
 def build_with_cmake(install_to: Path) -> dict:
-    """Configure, build, install; returns the facts CMake found out. Raises NativeBuildError with the reason."""
-    try:
-        import pybind11
-    except ImportError:
-        raise NativeBuildError("pybind11 is not installed (it comes by itself without --no-build-isolation)") from None
-    jobs = parallel_jobs()
-    cmake, ninja = find_tool("cmake"), find_tool("ninja")
-    build = fresh_build_dir({
-        "cmake": cmake,
-        "ninja": ninja,
-        "python": sys.executable,
-        "pybind11": pybind11.get_cmake_dir(),
-        **{name: os.environ.get(name, "") for name in ("CXX", "CXXFLAGS", "LDFLAGS")},
-    })  # fmt: skip
-    configure = [
-        cmake, "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
-        f"-DCMAKE_MAKE_PROGRAM={ninja}",
-        f"-DCMAKE_INSTALL_PREFIX={install_to}",
-        f"-DPython_EXECUTABLE={sys.executable}",
-        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-    ]  # fmt: skip
-    run_tool(configure, "CMake could not configure the build")
-    run_tool([cmake, "--build", str(build), *jobs], "the compiler failed", BROKEN_BUILD)
-    run_tool([cmake, "--install", str(build)], "CMake could not copy the modules", BROKEN_BUILD)
-    facts = json.loads((build / "build_facts.json").read_text(encoding="utf-8"))
-    return {**facts, "pybind11": pybind11.__version__}
+    """Configures, builds, installs; returns the facts. Raises NativeBuildError if there is no CPU module in the end."""
+    tools = CMake()
+    facts = tools.configure()
+    tools.make("_cpu", BROKEN_BUILD, install_to)
+    facts["modules"] = ["_cpu"]
+    cuda = facts["cuda"]
+    if not cuda["reason"]:
+        try:
+            tools.make("_cuda", BROKEN_CUDA, install_to)
+            facts["modules"].append("_cuda")
+        except NativeBuildError as error:
+            cuda["reason"] = str(error)
+    if cuda["reason"]:
+        cuda["remedy"] = BROKEN_CUDA if cuda["found"] else NO_NVCC
+    return facts
 
 
 def find_tool(name: str) -> str:
@@ -190,9 +251,9 @@ def run_tool(command: list[str], what: str, remedy: str = MISSING_TOOL) -> None:
 
 
 def telling_line(lines: list[str]) -> str:
-    """The compiler's first `error:` line, else the text under CMake's first `CMake Error`, else the last line."""
+    """The first line with `error:` or `fatal:`, else the text under CMake's first `CMake Error`, else the last line."""
     for line in lines:
-        if "error:" in line:
+        if re.search(r"\b(error|fatal) *:", line):  # "nvcc fatal   : ..."
             return line
     for index, line in enumerate(lines):
         if line.startswith("CMake Error"):

@@ -35,6 +35,8 @@ def healthy() -> doctor.Facts:
         cpu={"model": "A CPU [with brackets]", "cores": 1, "threads": 1, "openmp_runtimes": ["libgomp-98b3a4e9.so.1"]},
         native_cpu={"modules": ["_cpu"], "built": True, "isa": "avx2", "isas": ["baseline", "avx2"],
                     "compiled_isas": ["baseline", "avx2", "avx512"], "compiler": "GNU 12.2.0", "openmp": True},
+        native_cuda={"built": True, "nvcc": "13.0.88", "unused": "not used: there is no NVIDIA driver",
+                     "code_for": [f"sm_{n}" for n in (75, 80, 86, 89, 90, 100, 120)] + ["compute_120 (PTX)"]},
         triton={},
         gpu="None in use: torch is a build for CPUs.",
         operators={name: {"cpu": ("native", "C++ kernels for avx2"), "cuda": ("reference", "no GPU kernels, " * 9)}
@@ -45,7 +47,7 @@ def healthy() -> doctor.Facts:
 def test_doctor_on_this_machine(run) -> None:
     result = run("doctor")
     assert result.exit_code == 0, result.output
-    for word in (__version__, "torch", "CPU kernels", "threads", "GPU", "adam_", "cast_"):
+    for word in (__version__, "torch", "CPU kernels", "CUDA kernels", "threads", "GPU", "adam_", "cast_"):
         assert word in result.output
     assert max(map(len, result.output.splitlines())) <= WIDTH
     assert "…" not in result.output, "something was cut off"
@@ -57,7 +59,8 @@ def test_doctor_json_holds_the_same_facts(run) -> None:
     assert facts["halfstep"] == __version__
     assert facts["problems"] == []
     assert set(facts["operators"]) >= {"grad_stats", "adam_", "cast_"}
-    assert facts["native_cpu"]["built"] == bool(facts["native_cpu"]["modules"])
+    assert facts["native_cpu"]["built"] == ("_cpu" in facts["native_cpu"]["modules"])
+    assert facts["native_cuda"]["built"] == ("_cuda" in facts["native_cpu"]["modules"])
 
 
 def test_one_openmp_runtime_in_the_process() -> None:
@@ -90,6 +93,23 @@ def test_doctor_says_what_is_built(run, monkeypatch: pytest.MonkeyPatch, change:
     assert max(map(len, result.output.splitlines())) <= WIDTH
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({}, "CUDA kernels not used: there is no NVIDIA driver; built by nvcc 13.0.88: sm_75, sm_80, sm_86"),
+        ({"unused": None}, "CUDA kernels in use; built by nvcc 13.0.88: sm_75"),
+        ({"built": False, "unused": "not built: no nvcc. Get it."}, "CUDA kernels not built: no nvcc. Get it. threads"),
+    ],
+)
+def test_doctor_says_what_cuda_is_built(run, monkeypatch: pytest.MonkeyPatch, change: dict, text: str) -> None:
+    facts = healthy()
+    monkeypatch.setattr(doctor, "collect", lambda: replace(facts, native_cuda={**facts.native_cuda, **change}))
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert text in " ".join(result.output.split())
+    assert max(map(len, result.output.splitlines())) <= WIDTH
+
+
 def test_two_openmp_runtimes_are_a_warning(run, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = healthy()
     facts.cpu["openmp_runtimes"] = ["libgomp.so.1", "libiomp5.so"]
@@ -109,15 +129,17 @@ def test_a_broken_installation_exits_with_1(run, monkeypatch: pytest.MonkeyPatch
     assert "halfstep cannot be used: OSError: cannot read" in " ".join(result.output.split())
 
 
-def test_a_module_that_does_not_load_exits_with_1(run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_a_module_that_does_not_load_exits_with_1(name: str, run, monkeypatch: pytest.MonkeyPatch) -> None:
     from halfstep.ops import backend
 
-    report = {"native_cpu": {"built": False, "error": "undefined symbol: GOMP_parallel"}, "operators": {}}
+    report = {f"native_{name}": {"built": False, "error": "undefined symbol: planted"}, "operators": {}}
     monkeypatch.setattr(backend, "report", lambda: report)
-    monkeypatch.setattr(doctor, "build_info", lambda: {"modules": ["_cpu"]})
+    monkeypatch.setattr(doctor, "build_info", lambda: {"modules": [f"_{name}"], "cuda": {}})
     result = run("doctor")
     assert result.exit_code == 1
-    assert "undefined symbol" in result.output
+    shown = " ".join(result.output.split())
+    assert f"halfstep._{name} was built but does not load: undefined symbol: planted" in shown
 
 
 def test_bench_lists_and_refuses_by_name(run) -> None:

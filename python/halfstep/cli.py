@@ -107,6 +107,7 @@ def _summary(facts: doctor_module.Facts) -> list[tuple[str, str]]:
         ("packages", packages),
         ("CPU", f"{facts.cpu['model']}, {cores} core{'s' if cores != 1 else ''} for this process"),
         ("CPU kernels", _native_sentence(facts.native_cpu)),
+        ("CUDA kernels", _cuda_sentence(facts.native_cuda)),
         ("threads", f"{threads} (torch.get_num_threads()), OpenMP runtime: {', '.join(runtimes) or 'none loaded'}"),
         ("GPU", facts.gpu),
     ]
@@ -127,6 +128,13 @@ def _native_sentence(native: dict) -> str:
     if native.get("openmp") is False:
         sentence += "; one thread only, because OpenMP needs GCC"
     return sentence
+
+
+def _cuda_sentence(cuda: dict) -> str:
+    if not cuda.get("built"):
+        return cuda["unused"]
+    compiler = f" by nvcc {cuda['nvcc']}" if cuda.get("nvcc") else ""
+    return f"{cuda['unused'] or 'in use'}; built{compiler}: {', '.join(cuda['code_for'])}"
 
 
 def _operators(facts: doctor_module.Facts) -> Table:

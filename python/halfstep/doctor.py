@@ -35,6 +35,7 @@ class Facts:
     packages: dict[str, str | None]  # name -> version, None = not installed
     cpu: dict[str, Any]  # model, cores this process may use, torch threads, OpenMP runtimes loaded
     native_cpu: dict[str, Any]  # backend.report()'s, with the build's compiler, reason and remedy
+    native_cuda: dict[str, Any]  # likewise, with the nvcc; `unused` says why the kernels do not run here and what to do
     triton: dict[str, Any]
     gpu: str  # one sentence
     operators: dict[str, dict[str, tuple[str, str]]]  # operator -> device -> (backend, why not a faster one)
@@ -45,9 +46,13 @@ def collect() -> Facts:
     """Looks at the installation and the machine; runs no kernel and changes nothing."""
     problems: list[str] = []
     report = _backend_report(problems)
-    native = {**build_info(), **report.get("native_cpu", {})}
-    if native.get("modules") and not native.get("built"):
-        problems.append(f"halfstep._cpu was built but does not load: {native.get('error')}")
+    info = build_info()
+    native = {**{key: value for key, value in info.items() if key != "cuda"}, **report.get("native_cpu", {})}
+    cuda = {**info.get("cuda", {}), **report.get("native_cuda", {})}
+    cuda["unused"] = why_no_cuda(cuda, _nvidia_driver())
+    for name, facts in (("_cpu", native), ("_cuda", cuda)):
+        if name in info.get("modules", []) and not facts.get("built"):
+            problems.append(f"halfstep.{name} was built but does not load: {facts.get('error')}")
     return Facts(
         halfstep=__version__,
         location=str(PACKAGE),
@@ -56,6 +61,7 @@ def collect() -> Facts:
         packages={name: _installed(name) for name in ("torch", "triton", "numpy")},
         cpu=_cpu_facts(),
         native_cpu=native,
+        native_cuda=cuda,
         triton=report.get("triton", {}),
         gpu=gpu_sentence(),
         operators=report.get("operators", {}),
@@ -73,6 +79,33 @@ def build_info() -> dict[str, Any]:
             "reason": "this source tree was never built",
             "remedy": "Run `pip install .` in it, or `make test`.",
         }
+
+
+def why_no_cuda(cuda: dict[str, Any], driver: str | None) -> str | None:
+    """Why the CUDA kernels run on no device here, and what to do, in one sentence; None if they run on all of them.
+
+    Args:
+        cuda: `native_cuda` of the backend's report over what setup.py recorded.
+        driver: version of the NVIDIA driver, None = there is none.
+    """
+    if not cuda.get("built"):
+        reason = cuda.get("reason") or cuda.get("error") or "this source tree was never built"
+        return f"not built: {reason}. {cuda.get('remedy') or 'Run `pip install .` in it, or `make test`.'}"
+    if cuda.get("devices"):
+        numbered = [f"device {i}: {why}" for i, why in enumerate(cuda["devices"]) if why]
+        return "; ".join(numbered) or None
+    import torch
+
+    if torch.version.hip is not None:
+        return f"not used: torch is built for ROCm {torch.version.hip}, the kernels are for NVIDIA GPUs"
+    if driver is None:
+        return "not used: there is no NVIDIA driver; with an NVIDIA GPU, install one"
+    if torch.version.cuda is None:
+        return f"not used: torch {torch.__version__} is a build for CPUs; install a CUDA build of torch"
+    return (
+        "not used: torch finds no device; see what `nvidia-smi` lists, whether CUDA_VISIBLE_DEVICES hides it, and "
+        f"whether driver {driver} is new enough for CUDA {torch.version.cuda}"
+    )
 
 
 def gpu_sentence() -> str:

@@ -93,6 +93,10 @@ def _native_for_cuda(device: torch.device) -> tuple[Any, str | None]:
     module, why_not = native_cuda_module()
     if module is None:
         return None, why_not
+    try:
+        module.device_count()  # torch found a device, but may be built with an older CUDA than ours
+    except RuntimeError as error:
+        return None, str(error)
     capability = torch.cuda.get_device_capability(device)
     if not native_cuda.covers(module.archs, capability):
         arch = "".join(map(str, capability))
@@ -161,7 +165,6 @@ def report() -> dict[str, Any]:
         )
     else:
         cpu = ("reference", f"{error}; plain PyTorch runs instead: the same results, many times slower")
-    gpu = ("reference", "halfstep has no GPU kernels in this version; plain PyTorch runs instead")
     triton = importlib.util.find_spec("triton") is not None
     return {
         "native_cpu": {
@@ -171,6 +174,31 @@ def report() -> dict[str, Any]:
             "isas": isas,
             "compiled_isas": list(module.compiled_isas()) if module else [],
         },
+        "native_cuda": _cuda_report(),
         "triton": {"installed": triton, "used": False, "why": "halfstep has no Triton kernels in this version"},
-        "operators": {name: {"cpu": cpu, "cuda": gpu} for name in OPERATORS},
+        "operators": {name: {"cpu": cpu, "cuda": _cuda_choice()} for name in OPERATORS},
     }
+
+
+def _cuda_report() -> dict[str, Any]:
+    module, error = native_cuda_module()
+    here = torch.cuda.is_available() and torch.version.hip is None
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if here else []
+    return {
+        "built": module is not None,
+        "error": error,
+        "code_for": native_cuda.arch_names(module.archs) if module else [],
+        # of each device that torch sees, why the kernels do not run on it; None if they do
+        "devices": [_native_for_cuda(device)[1] for device in devices],
+    }
+
+
+def _cuda_choice() -> tuple[str, str]:
+    """(backend, why) for CUDA tensors: of the first device, or of one that the kernels were built for."""
+    if torch.cuda.is_available():
+        native, why_not = _native_for(torch.device("cuda", 0))
+    else:
+        native, why_not = native_cuda_module()
+    if native is None:
+        return "reference", f"{why_not}; plain PyTorch runs instead: the same results, many times slower"
+    return "native", "CUDA kernels, three launches a step" + ("" if torch.cuda.is_available() else "; no device here")

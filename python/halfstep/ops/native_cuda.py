@@ -157,17 +157,28 @@ def of_module(module: Any) -> CudaBackend:
 
 
 def covers(archs: str, capability: tuple[int, int]) -> bool:
-    """True if a module built for `archs` ("80-real,90-real,120") has code for a device of this compute capability.
+    """True if a module built for `archs` ("80-real,90a-real,120") has code for a device of this compute capability.
 
     Machine code ("-real") runs on devices of its own major version from its minor version on, PTX (without) is compiled
-    by the driver for all later ones.
+    by the driver for all later ones. Code with an `a` is for exactly one version, with an `f` for one major version.
     """
-    major, minor = capability
     for arch in archs.split(","):
         number, _, kind = arch.partition("-")
-        built = (int(number[:-1]), int(number[-1]))
-        if kind != "virtual" and built[0] == major and built[1] <= minor:
-            return True
-        if kind != "real" and built <= (major, minor):
+        digits = number.rstrip("af")
+        built = (int(digits[:-1]), int(digits[-1]))
+        if number.endswith("a"):
+            runs = built == capability
+        elif kind == "real" or number.endswith("f"):
+            runs = built[0] == capability[0] and built <= capability
+        else:
+            runs = built <= capability
+        if runs:
             return True
     return False
+
+
+def arch_names(archs: str) -> list[str]:
+    """What `archs` holds, in NVIDIA's words: "90-real,120" -> ["sm_90", "sm_120", "compute_120 (PTX)"]."""
+    kinds = [arch.partition("-")[::2] for arch in archs.split(",")]
+    machine_code = [f"sm_{number}" for number, kind in kinds if kind != "virtual"]
+    return machine_code + [f"compute_{number} (PTX)" for number, kind in kinds if kind != "real"]
