@@ -2,7 +2,8 @@
 
 Two builds of two trees and a second build of one of them run at once; the tests look at what came out. Guards: a module
 that only imports on the machine that built it, a second OpenMP runtime, code of one ISA leaking into another, a missing
-compiler that stops the install or goes unsaid, files that exist in the source tree only.
+compiler that stops the install or goes unsaid, files that exist in the source tree only. test_install_cuda.py has the
+CUDA module; here nvcc is hidden.
 """
 
 from __future__ import annotations
@@ -10,80 +11,35 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
-import zipfile
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 
 import pytest
+from installs import (
+    FIRST_USE,
+    ROOT,
+    STRICT,
+    build_wheel,
+    contents,
+    copy_tree,
+    finish,
+    install,
+    pip,
+    run_python,
+    wheel_in,
+)
 from kernel_objects import complaints
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU_MODULE = f"halfstep/_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
-STRICT = "--config-settings=--global-option=--require-native"
-UNTRACKED = shutil.ignore_patterns(
-    *(".git", ".venv", "build", "dist", "runs", "*.egg-info", "__pycache__", "*.so", "_build_info.*", ".*_cache"),
-    *(".hypothesis",),
-)
 # One worker: the tests share the builds.
 pytestmark = [pytest.mark.install, pytest.mark.xdist_group("install"), pytest.mark.timeout(900)]
-
-# One step on each public path that a user meets first, and what ran it; printed as JSON.
-FIRST_USE = """
-import json, torch, halfstep
-from halfstep.ops import backend
-p = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
-p.grad = torch.full_like(p, 0.5)
-halfstep.AdamW([p], lr=0.1, weight_decay=0.0).step()
-assert p.isfinite().all() and (p < 1).all(), p
-report = backend.report()["native_cpu"]
-print(json.dumps({"weight": p[0].item(), "built": report["built"], "file": halfstep.__file__}))
-"""
-
-
-def copy_tree(to: Path) -> Path:
-    return Path(shutil.copytree(ROOT, to, symlinks=True, ignore=UNTRACKED))
-
-
-def pip(*arguments: str | Path, **variables: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
-    environment = {**os.environ, **variables}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-
-
-def finish(process: subprocess.Popen) -> str:
-    """Output of a process that must succeed."""
-    output, _ = process.communicate(timeout=800)
-    assert process.returncode == 0, output
-    return output
-
-
-def wheel_in(folder: Path) -> Path:
-    (path,) = folder.glob("*.whl")
-    return path
-
-
-def build_wheel(tree: Path, to: Path, *options: str, **variables: str) -> subprocess.Popen:
-    """Starts a build with this environment's tools."""
-    return pip("wheel", "--verbose", "--no-build-isolation", "--no-deps", *options, "-w", to, tree, **variables)
-
-
-def run_python(packages: Path, code: str) -> str:
-    """Runs code with `packages` as a site folder (.pth files count) before everything else."""
-    start = f"import site, sys; site.addsitedir({str(packages)!r}); sys.path.insert(0, sys.path.pop());"
-    command = [sys.executable, "-W", "error", "-c", f"{start}\n{code}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=packages, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def install(wheel: Path, to: Path) -> Path:
-    finish(pip("install", "--quiet", "--no-deps", "--target", to, wheel))
-    return to
 
 
 @dataclass
@@ -119,14 +75,10 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
     return Builds(tree, sdist, first, wheel_in(base / "isolated"), isolated_log)
 
 
-def contents(wheel: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(wheel) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
 def test_wheel_holds_what_the_package_needs(builds: Builds) -> None:
     files = contents(builds.wheel)
     assert CPU_MODULE in files
+    assert not [name for name in files if "/_cuda." in name]
     for folder in ("triton_kernels", "bench"):  # links in the source tree, real files in a wheel
         for path in (ROOT / folder).rglob("*.py"):
             assert files[f"halfstep/{folder}/{path.relative_to(ROOT / folder)}"] == path.read_bytes()
@@ -143,8 +95,11 @@ def test_sdist_is_complete(builds: Builds) -> None:
     assert contents(builds.isolated).keys() == contents(builds.wheel).keys()
     with tarfile.open(builds.sdist) as archive:
         names = [name.split("/", 1)[1] for name in archive.getnames() if "/" in name]
-    for name in ("csrc/adam_math.h", "CMakeLists.txt", "Makefile", "tests/test_install.py", "LICENSE", "README.md"):
-        assert name in names
+    expected = ["CMakeLists.txt", "Makefile", "tests/test_install.py", "LICENSE", "README.md"]
+    expected += [
+        f"csrc/{name}" for name in ("adam_math.h", "cuda/update.cu", "cuda/build.cmake", "cuda/nvcc_flags.txt")
+    ]
+    assert set(expected) <= set(names)
     assert not [name for name in names if name.endswith(".so") or "_build_info" in name]
 
 
@@ -212,6 +167,12 @@ def test_installed_wheel_runs_and_writes_nothing_into_site_packages(builds: Buil
     assert {path: path.stat().st_mtime_ns for path in packages.rglob("*")} == before
 
 
+def until_ended(process: subprocess.Popen) -> Iterator[None]:
+    while process.poll() is None:
+        yield
+        time.sleep(0.01)
+
+
 def test_editable_install_survives_vanished_build_tools(builds: Builds, tmp_path: Path) -> None:
     """The persistent build folder remembers tools; pip's isolated ones are gone at the next build."""
     (build,) = (builds.tree / "build").glob("cmake-*")
@@ -220,8 +181,20 @@ def test_editable_install_survives_vanished_build_tools(builds: Builds, tmp_path
         text = (build / name).read_text("utf-8")
         (build / name).write_text(text.replace(stamp["ninja"], "/gone/ninja").replace(stamp["cmake"], "/gone/cmake"))
     packages = tmp_path / "site"
-    finish(pip("install", "--no-build-isolation", "--no-deps", STRICT, "--target", packages, "-e", builds.tree))
-    assert (builds.tree / "python" / CPU_MODULE).is_file()
+    module = builds.tree / "python" / CPU_MODULE
+    module.write_bytes(b"of an earlier build, mapped by a process that runs")
+    building = pip("install", "--no-build-isolation", "--no-deps", STRICT, "--target", packages, "-e", builds.tree)
+    seen = []
+    watcher = Thread(target=lambda: seen.extend(module.is_file() for _ in until_ended(building)))
+    with module.open("rb") as mapped:
+        watcher.start()
+        finish(building)
+        watcher.join()
+        assert mapped.read().startswith(b"of an earlier build"), "it was written over"
+    assert seen
+    assert all(seen), "another process would have found no kernels"
+    assert module.read_bytes().startswith(b"\x7fELF")
+    assert [path.name for path in module.parent.iterdir() if path.name.startswith(".")] == []
     used = json.loads(run_python(packages, FIRST_USE))
     assert used["built"]
     assert used["file"] == str(builds.tree / "python" / "halfstep" / "__init__.py")
@@ -251,7 +224,7 @@ def test_require_native_turns_a_missing_compiler_into_an_error(tmp_path: Path) -
     process = build_wheel(copy_tree(tmp_path / "tree"), tmp_path, STRICT, CXX="/nowhere/c++")
     output, _ = process.communicate(timeout=300)
     assert process.returncode != 0
-    assert "--require-native was given and the native modules were not built" in output
+    assert "--require-native was given and the native CPU kernels were not built" in output
 
 
 def test_a_broken_compile_is_shown_and_recorded(tmp_path: Path) -> None:
