@@ -1,7 +1,9 @@
 """`make gate`: compiles everything that can be compiled here, for every target, warnings as errors.
 
-The host's instruction sets always; NEON when the cross compiler is installed. Exits with 1 if something does not
-compile or an object holds what it may not (tests/kernel_objects.py); a missing cross compiler is said, not failed.
+The host's instruction sets always; NEON when the cross compiler is installed, the CUDA kernels for every architecture
+when nvcc is. Exits with 1 if something does not compile or holds what it may not (tests/kernel_objects.py,
+tests/compiled/rules.py); a missing compiler is said, not failed. Lowers the kernels' register budget to what they need
+and writes docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from compiled import cuda_gate
 from kernel_objects import complaints
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +61,7 @@ def main() -> int:
         good = check("aarch64", ARM, *options) and good
     elif not native_arm:
         print("aarch64  neon      not checked: no cross compiler (Debian, Ubuntu: apt install g++-aarch64-linux-gnu)")
-    print("GPU      -         nothing to compile yet: this matrix comes with the GPU kernels")
+    good = cuda_gate.check() and good
     return 0 if good else 1
 
 

@@ -79,6 +79,12 @@ def nvcc_version() -> str:
     return found[1]
 
 
+@functools.cache
+def known_archs() -> frozenset[int]:
+    """Architectures that this nvcc compiles for."""
+    return frozenset(map(int, re.findall(r"sm_(\d+)\b", _output(str(nvcc()), "--list-gpu-code"))))
+
+
 def _output(*command: str, stdin: str | None = None) -> str:
     done = subprocess.run(command, capture_output=True, text=True, input=stdin)
     if done.returncode:

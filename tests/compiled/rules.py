@@ -1,0 +1,125 @@
+"""What the kernels' machine code and PTX must be, each rule as a list of complaints.
+
+budget.json beside this file holds, for each kernel, what people decide (how many accesses of which width one pass over
+the elements takes at least, bytes per element) and what `make gate` fills in (registers and shared memory per
+architecture, threads). Register counts belong to one nvcc; under another they are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from compiled.gpus import GPUS
+from compiled.machine_code import CSRC, Kernel, known_archs, nvcc_version
+
+BUDGET = Path(__file__).with_name("budget.json")
+REGISTERS = 65_536  # of an SM, and the most that one block can have
+
+# The contract in PTX: every operation is rounded on its own (an add or mul without .rn is one that ptxas may fuse),
+# division and square root are IEEE's, denormals are kept.
+FORBIDDEN = {
+    "fused multiply-add": r"\bfma\.[\w.]+|\bmad\.[\w.]*f(?:16|32|64)\w*",
+    "an operation that ptxas may fuse": r"\b(?:add|sub|mul)\.(?:f16|f32|f64|bf16)\w*",
+    "denormals flushed": r"\b[a-z0-9]+\.[\w.]*ftz[\w.]*",
+    "an approximation": r"\b[a-z0-9]+\.[\w.]*(?:approx|full)\.[\w.]*",
+    "a division or root that is not IEEE's": r"\b(?:div|sqrt|rcp|rsqrt)\.(?!rn\.)[\w.]*f(?:32|64)",
+}
+# What the rules above are about; a kernel without it is not the one they were written for.
+EXPECTED = {
+    "update_kernel": ("add.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"),
+    "prologue_kernel": ("add.rn.f64", "mul.rn.f64", "div.rn.f64", "sqrt.rn.f64"),
+    "grad_stats_kernel": ("add.rn.f32", "mul.rn.f32", "add.rn.f64"),
+    "scale_kernel": ("mul.rn.f32",),
+    "accumulate_kernel": ("add.rn.f32",),
+}
+
+
+def archs() -> list[int]:
+    """Those the module is built for by default (csrc/cuda/build.cmake), as far as this nvcc knows them."""
+    listed = re.search(r"foreach\(arch ([\d ]+)\)", (CSRC / "cuda" / "build.cmake").read_text("utf-8"))
+    assert listed, "build.cmake lists no architectures"
+    return [arch for arch in map(int, listed[1].split()) if arch in known_archs()]
+
+
+def read_budget() -> dict[str, Any]:
+    return json.loads(BUDGET.read_text("utf-8"))
+
+
+def contract_complaints(name: str, ptx: str) -> list[str]:
+    """What a kernel's PTX has that the arithmetic contract forbids, and what it lacks."""
+    found = []
+    for what, pattern in FORBIDDEN.items():
+        hits = sorted(set(re.findall(pattern, ptx)))
+        if hits:
+            found.append(f"{name}: {what}: {', '.join(hits)}")
+    missing = [each for each in EXPECTED.get(name.partition("<")[0], ()) if each not in ptx]
+    return found + ([f"{name}: no {', '.join(missing)}: are the rules still about this kernel?"] if missing else [])
+
+
+def machine_complaints(name: str, kernel: Kernel, arch: int, budget: dict[str, Any]) -> list[str]:
+    """What one kernel instance in one cubin has or lacks, by the budget and the architecture's limits."""
+    entry = budget["kernels"].get(name)
+    if entry is None:
+        return [f"{name}: no entry in {BUDGET.name}: add its loads, stores and bytes_per_element, then run `make gate`"]
+    found = []
+    for what, size in (("stack", kernel.stack), ("local memory", kernel.local), ("spilled", kernel.spills)):
+        if size:
+            found.append(f"{size} bytes {what}")
+    if not kernel.threads:
+        found.append("no __launch_bounds__")
+    elif kernel.registers * kernel.threads > REGISTERS:
+        found.append(f"{kernel.registers} registers for {kernel.threads} threads: it cannot be launched")
+    gpu = GPUS[arch]
+    if kernel.shared + gpu.unseen > gpu.shared_per_block:
+        found.append(f"{kernel.shared} bytes of shared memory, a block has {gpu.shared_per_block - gpu.unseen}")
+    for what, has, expected in (("load", kernel.loads, entry["loads"]), ("store", kernel.stores, entry["stores"])):
+        for width, count in expected.items():
+            if has.get(width, 0) < count:
+                found.append(f"{has.get(width, 0)} {what}s of {width} bits, expected {count} or more")
+    if budget["nvcc"] == nvcc_version():
+        found += _growth(kernel, entry, str(arch))
+    return [f"{name}, sm_{arch}: {text}" for text in found]
+
+
+def _growth(kernel: Kernel, entry: dict[str, Any], arch: str) -> list[str]:
+    if arch not in entry.get("registers", {}):
+        return ["no budget: run `make gate`"]
+    found = []
+    for what in ("registers", "shared"):
+        has, most = getattr(kernel, what), entry[what][arch]
+        if has > most:
+            found.append(f"{what} grew from {most} to {has}; if that is meant, delete this number and run `make gate`")
+    if kernel.threads != entry["threads"]:
+        found.append(f"blocks of {kernel.threads} threads, the budget says {entry['threads']}: run `make gate`")
+    return found
+
+
+def updated_budget(budget: dict[str, Any], found: dict[int, dict[str, Kernel]]) -> dict[str, Any]:
+    """The budget with what was found where nothing was recorded or less is needed now; without kernels that are gone.
+
+    Args:
+        found: architecture -> kernel's name -> kernel; all kernels of all sources.
+    """
+    kernels = {}
+    for name in sorted({name for of_arch in found.values() for name in of_arch} & set(budget["kernels"])):
+        entry = dict(budget["kernels"][name])
+        for what in ("registers", "shared"):
+            old = entry.get(what, {})
+            has = {str(arch): getattr(of_arch[name], what) for arch, of_arch in found.items()}
+            entry[what] = {arch: min(number, old.get(arch, number)) for arch, number in has.items()}
+        entry["threads"] = max(of_arch[name].threads for of_arch in found.values())
+        kernels[name] = entry
+    return {"nvcc": nvcc_version(), "kernels": kernels}
+
+
+def write_budget(budget: dict[str, Any]) -> None:
+    """One line per fact, so that a change shows which."""
+    lines = [f' "nvcc": {json.dumps(budget["nvcc"])},', ' "kernels": {']
+    for name, entry in budget["kernels"].items():
+        facts = ",\n".join(f"   {json.dumps(what)}: {json.dumps(value)}" for what, value in entry.items())
+        lines.append(f"  {json.dumps(name)}: {{\n{facts}\n  }},")
+    lines[-1] = lines[-1].removesuffix(",")
+    BUDGET.write_text("{\n" + "\n".join(lines) + "\n }\n}\n", encoding="utf-8")
