@@ -95,7 +95,7 @@ def test_sdist_is_complete(builds: Builds) -> None:
     assert contents(builds.isolated).keys() == contents(builds.wheel).keys()
     with tarfile.open(builds.sdist) as archive:
         names = [name.split("/", 1)[1] for name in archive.getnames() if "/" in name]
-    expected = ["CMakeLists.txt", "Makefile", "tests/test_install.py", "LICENSE", "README.md"]
+    expected = ["CMakeLists.txt", "Makefile", "tests/test_install.py", "docs/kernels.md", "LICENSE", "README.md"]
     expected += [
         f"csrc/{name}" for name in ("adam_math.h", "cuda/update.cu", "cuda/build.cmake", "cuda/nvcc_flags.txt")
     ]
