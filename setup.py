@@ -86,6 +86,8 @@ class BuildNative(build_ext):
         package = (ROOT / "python" if in_place else Path(self.build_lib).resolve()) / "halfstep"
         package.mkdir(parents=True, exist_ok=True)
         facts: dict = {"modules": [], "reason": None, "remedy": None, "python": platform.python_version()}
+        for left in package.glob(".built-*"):  # by a build that was killed; builds of a tree wait for each other
+            shutil.rmtree(left, ignore_errors=True)
         # On the same disk, so that a finished module takes its name in one step: a process that has the old one mapped
         # keeps it, and no other process meets half a file.
         with tempfile.TemporaryDirectory(prefix=".built-", dir=package) as folder:

@@ -169,6 +169,18 @@ def test_the_architectures_follow_the_nvcc(tree: Path, tmp_path: Path) -> None:
     assert configure(tree, CUDACXX="", CUDAARCHS="86-real;90")["archs"] == ["86-real", "90"]
 
 
+def test_another_nvcc_takes_over_a_folder(tree: Path, tmp_path: Path) -> None:
+    """CMake alone goes on with the first: an upgraded toolkit would be said and not used."""
+    path = os.environ["PATH"]
+    for name, version in (("first", "12.4.131"), ("second", "12.6.20")):
+        (tmp_path / name).mkdir()
+        compiler = imitation(tmp_path / name / "nvcc", version, "sm_80 sm_90")
+        cuda = configure(tree, CUDACXX="", CUDA_HOME="", CUDA_PATH="", CUDAARCHS="", PATH=f"{tmp_path / name}:{path}")
+        assert cuda["nvcc"] == version
+        (rules,) = (tree / "build").glob("cmake-*/CMakeFiles/rules.ninja")
+        assert set(re.findall(r"/[^\s${}]+/nvcc(?= )", rules.read_text("utf-8"))) == {compiler}
+
+
 def test_an_nvcc_that_does_not_work_is_quoted(tree: Path) -> None:
     cuda = configure(tree, CUDACXX="", CUDAARCHS="10")
     assert cuda["found"]

@@ -37,6 +37,12 @@ if(version VERSION_LESS 12.1)  # before, a kernel's parameters end at 4 KB: too 
   halfstep_cuda_facts("nvcc ${version} is too old, the kernels need 12.1 or newer" false "${version}" "")
   return()
 endif()
+# In a folder that was configured before, CMake goes on with the nvcc it met first.
+if(NOT "${HALFSTEP_NVCC}" STREQUAL "${nvcc} ${version}")
+  file(REMOVE ${CMAKE_PLATFORM_INFO_DIR}/CMakeCUDACompiler.cmake)
+  file(REMOVE_RECURSE ${CMAKE_BINARY_DIR}/CMakeFiles/_cuda.dir)
+  set(HALFSTEP_NVCC "${nvcc} ${version}" CACHE INTERNAL "the nvcc of this folder's objects")
+endif()
 set(CMAKE_CUDA_COMPILER ${nvcc})
 enable_language(CUDA)
 
