@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfstep import outcomes
+from halfstep.ops import devices
 
 
 class DeviceClock:
@@ -16,7 +16,7 @@ class DeviceClock:
         self.waits = 0
         self.done = 0  # events that are over
         self.recorded = 0
-        monkeypatch.setattr(outcomes, "_is_host", lambda device: False)
+        monkeypatch.setattr(devices, "is_host", lambda device: False)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: self)
 
     def record_event(self) -> _Event:

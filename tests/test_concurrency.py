@@ -117,7 +117,7 @@ LIST_CALLS = {
     "grad_stats": lambda: hs.grad_stats,
     "l2_norms": lambda: hs.l2_norms,
     "accumulate_": lambda: accumulate_into([torch.ones(SIZE)] * TIMES),
-    "unscale_": lambda: lambda given: native_cpu.unscale_(lists.read(given) or [], 1.0),
+    "unscale_": lambda: lambda given: native_cpu.unscale_(lists.read(given) or [], torch.tensor(1.0)),
     "cast_": lambda: cast_to([torch.ones(SIZE, dtype=BFLOAT16)] * TIMES),
 }
 

@@ -52,7 +52,9 @@ def test_values_that_float32_cannot_square():
         odd = x.clone()
         odd[size // 2] = 1.0
         for grads in ([x], [odd], [x.bfloat16()], [odd, x, odd]):
-            assert_all_same_bits(emulated().grad_stats(grads, None), native_cpu.grad_stats(grads, None), f"{size} {value}")
+            assert_all_same_bits(
+                emulated().grad_stats(grads, None), native_cpu.grad_stats(grads, None), f"{size} {value}"
+            )
 
 
 @each_order

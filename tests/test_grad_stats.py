@@ -104,6 +104,7 @@ def test_overflow_of_the_unscaled_value_counts_and_that_of_the_sum_does_not(cond
 def test_unscale(factor, dtype):
     grads = [awkward(n, dtype, n) for n in (70001, 0, 511, 512, 513, 1, 31)]
     expected = [g.clone() for g in grads]
+    factor = torch.tensor(factor)
     first_bad = reference_torch.unscale_(expected, factor)
     for conditions in ALL if factor in (FACTORS[2], FACTORS[4]) else EVERY_ISA:
         got = [g.clone() for g in grads]
@@ -122,9 +123,9 @@ def test_unscale_reports_what_is_stored(conditions, dtype):
         grads[1][place] = largest
         expected = [g.clone() for g in grads]
         with conditions.hold():
-            first_bad = native_cpu.unscale_(grads, 1 + 2.0**-6)
+            first_bad = native_cpu.unscale_(grads, torch.tensor(1 + 2.0**-6))
         assert first_bad == 1
-        assert reference_torch.unscale_(expected, 1 + 2.0**-6) == 1
+        assert reference_torch.unscale_(expected, torch.tensor(1 + 2.0**-6)) == 1
         assert_all_same_bits(grads, expected, str(place))
 
 

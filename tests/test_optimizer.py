@@ -127,7 +127,7 @@ def test_the_callers_float_mode_is_left_as_it_was(flush):
         case = make_case(WEIGHTS[0], FLOAT32, FLOAT32, 70000, seed=0)
         run(native_cpu, [case], GROUPS, StepInputs(skip_nonfinite=True, max_norm=1.0))
         run(native_cpu, [case], GROUPS, StepInputs())
-        native_cpu.unscale_([case.grad], 1.0)
+        native_cpu.unscale_([case.grad], torch.tensor(1.0))
         native_cpu.cast_([torch.empty(70000)], [case.grad], stochastic=False, seed=0)
         kept = torch.tensor([1e-40]) * 1
     assert kept.view(torch.int32).item() == 0 if flush else kept.item() > 0

@@ -54,7 +54,10 @@ def test_the_event_is_on_the_stream_that_copies(monkeypatch):
 
     class Away:
         def __init__(self, name: str) -> None:
-            self.device = torch.device(name)
+            self.device, self.nbytes = torch.device(name), 1
+
+        def untyped_storage(self) -> torch.UntypedStorage:
+            return torch.UntypedStorage(1)
 
         def to(self, device: str, *, non_blocking: bool) -> torch.Tensor:
             assert (device, non_blocking) == ("cpu", True)
@@ -64,3 +67,21 @@ def test_the_event_is_on_the_stream_that_copies(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: asked.append(str(device)) or Stream())
     HostCopy(Away("cuda:1"), torch.tensor(2), Away("cuda:1"))  # type: ignore[arg-type]
     assert asked == ["copied", "copied", "cuda:1", "recorded"]
+
+
+def test_views_of_one_buffer_are_one_copy(monkeypatch):
+    """As a backend may return its results: other dtypes at other places of one small allocation."""
+    clock, copied = DeviceClock(monkeypatch), []
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda t, *args, **options: copied.append(t) or to(t, *args, **options))
+    buffer = torch.zeros(4, dtype=torch.int64)
+    norm, skipped = buffer[:1].view(torch.float64), buffer.view(torch.bool)[8]
+    pair, index = buffer[2:].view(torch.int32)[1:3], buffer[3]
+    norm.fill_(0.1)
+    skipped.fill_(True)
+    pair.copy_(torch.tensor([-7, 5]))
+    wide = torch.arange(1000)
+    copy = HostCopy(norm, skipped, torch.tensor(3), pair, index, wide[4])
+    assert [t.nbytes for t in copied] == [32, 8, 8]  # the buffer, a tensor of its own, one number out of a large tensor
+    assert copy.values() == [[0.1], True, 3, [-7, 5], 5, 4]
+    assert clock.waits == 1

@@ -16,6 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from . import states
 from .hyper import GroupNumbers, adam_group, merged_group, number
+from .ops import devices
 from .ops.layout import NARROW, check_tensor
 from .ops.optimizer import StepInputs
 from .ops.overlap import check_writable
@@ -75,6 +76,7 @@ class FusedAdam(torch.optim.Optimizer):
         """Drops all that can be rebuilt: the cached tables, the last step's results, the running reports."""
         self._reports = StepReports()
         self._tables: list[StepTable] = []  # the last used first
+        self._captured: list[StepTable] = []
         self._numbers = GroupNumbers()
         self._told_of_lost_updates = False
         self._nothing_done()
@@ -169,13 +171,27 @@ class FusedAdam(torch.optim.Optimizer):
             self._nothing_done()
             return loss
         try:
-            result, first_bad = table.run(groups, self._inputs(table), self.backend)
+            if table.captures():
+                self._hold_for_replays(table)
+            result, first_bad = table.run(groups, self._inputs(table))
         finally:
             table.drop_grads()
         self.grad_norm, self.skipped, self.healed = result
         self.outcome = StepOutcome(self.skipped, first_bad, table.names.__getitem__, self.healed)
         self._reports.add(self.outcome)
         return loss
+
+    def _hold_for_replays(self, table: StepTable) -> None:
+        """A CUDA graph goes on writing where the table's rows and buffers are, as long as it is replayed."""
+        for index, group in enumerate(self.param_groups):
+            lr = group["lr"]
+            if isinstance(lr, Tensor) and devices.is_host(lr.device):
+                raise RuntimeError(
+                    f"parameter group {index}: lr is a tensor on {lr.device}, so a CUDA graph would replay the value "
+                    'it has now; move it first: group["lr"] = group["lr"].to(device)'
+                )
+        if not any(table is held for held in self._captured):
+            self._captured.append(table)
 
     def _inputs(self, table: StepTable) -> StepInputs:
         held = vars(self)  # directly: see wrappers.py, which costs a little

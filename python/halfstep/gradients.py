@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .ops import lists
+from .ops import devices, lists
 from .ops import optimizer as optimizer_ops
 from .ops.layout import check_tensor
 from .ops.overlap import check_writable
@@ -39,10 +39,9 @@ def _check_writable(grads: list[Tensor], name: str) -> None:
 
 
 def _scalar(value: Tensor | float, name: str, device: torch.device) -> Tensor:
-    scalar = torch.as_tensor(value, dtype=torch.float32, device=device)
-    if scalar.numel() != 1:
-        raise ValueError(f"{name} must be one number, got shape {tuple(scalar.shape)}")
-    return scalar.reshape(())
+    if isinstance(value, Tensor):
+        return devices.scalar_on(value, device, torch.float32, name)
+    return torch.full((), float(value), dtype=torch.float32, device=device)
 
 
 @torch.no_grad()
@@ -55,7 +54,8 @@ def grad_stats(grads: Iterable[Tensor], scale: Tensor | float | None = None) -> 
 
     Returns:
         (norm, found_inf): 0-d float64, and 0-d float32 that is 1.0 if any u is Inf or NaN. The norm has one fixed order
-            of summation on every backend, and does not overflow or vanish for finite gradients of any size.
+            of summation on every backend, and does not overflow or vanish for finite gradients of any size. Both are on
+            the gradients' device, and nothing waits for it.
 
     Bytes read per element: the gradient's item size. Raises TypeError (dtype, sparse, DTensor), ValueError (devices).
 
@@ -107,6 +107,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float, found_inf: Tens
         grads: as in `grad_stats`; written in place, so expanded or overlapping ones are refused.
         inv_scale: 1 / loss scale, a number or 1-element tensor; taken as float32.
         found_inf: 1-element floating tensor on the same device; raised to 1, never lowered, as torch's own unscale.
+            Nothing waits for that device.
 
     Bytes moved per element: twice the gradient's item size. float16 gradients are allowed: what underflows here was
     kept by the scale until now, so prefer the optimizer's own unscaling, which loses nothing. Raises as `grad_stats`.
@@ -122,10 +123,14 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor | float, found_inf: Tens
         raise ValueError(
             f"found_inf must be a 1-element floating tensor, got {found_inf.dtype} {tuple(found_inf.shape)}"
         )
+    checked = _checked(grads, "grads")
+    if checked and checked[0].device != found_inf.device:
+        raise ValueError(f"found_inf is on {found_inf.device}, grads[0] on {checked[0].device}; they need one device")
     if torch.compiler.is_compiling():
-        torch.ops.halfstep.unscale_(_checked(grads, "grads"), factor, found_inf)
+        torch.ops.halfstep.unscale_(checked, factor, found_inf)
         return
-    first_bad = unscale_and_find_(grads, factor)
+    _check_writable(checked, "grads[{}]")
+    first_bad = optimizer_ops.unscale_(checked, factor)
     found_inf.copy_(torch.maximum(found_inf, (first_bad >= 0).to(found_inf)))
 
 
@@ -149,14 +154,16 @@ def clip_grad_norm_(
 
     Args:
         parameters: a parameter or an iterable of them; those without a gradient are left out.
-        max_norm: gradients are scaled by min(1, max_norm / (norm + 1e-6)); not negative.
+        max_norm: gradients are scaled by min(1, max_norm / (norm + 1e-6)); a number, not negative.
         norm_type: must be 2.
-        error_if_nonfinite: raise RuntimeError if the norm is Inf or NaN, before anything is written.
+        error_if_nonfinite: raise RuntimeError if the norm is Inf or NaN, before anything is written. This waits for the
+            device; nothing else here does.
         foreach: accepted for compatibility; all tensors go in one call anyway.
 
     Returns: the norm before clipping, 0-d float64.
 
-    Bytes moved per element: the gradient's item size, three times if it clips. Optimizers with max_grad_norm= clip
+    Bytes moved per element: the gradient's item size, three times if it clips; on a GPU always, since the host does not
+    wait to know whether it does (a factor of 1 changes nothing). Optimizers with max_grad_norm= clip
     inside the step and write nothing back.
 
     Example:

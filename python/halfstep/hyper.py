@@ -6,15 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .ops import devices
 from .ops.optimizer import AdamGroup
 
 _NUMBERS = frozenset((float, int, bool))
 
 
 def number(value: Any, name: str) -> float:
-    """A number or 1-element tensor as float; TypeError or ValueError if it is neither."""
+    """A number or 1-element tensor as float (waits for its device); TypeError or ValueError if it is neither."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} must have one element, got shape {tuple(value.shape)}")
@@ -25,13 +27,13 @@ def number(value: Any, name: str) -> float:
 
 
 def adam_group(group: dict[str, Any], index: int) -> AdamGroup:
-    """The numbers of one group; ValueError or TypeError names the group if one of them is out of range."""
-    lr, eps, weight_decay = (
-        number(group[key], f"parameter group {index}: {key}") for key in ("lr", "eps", "weight_decay")
-    )
-    for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"parameter group {index}: {key}={value}: expected a finite number >= 0")
+    """The numbers of one group; ValueError or TypeError names the group if one of them is out of range.
+
+    A learning rate on a device stays there, unread and unchecked; every other tensor is read.
+    """
+    lr = group["lr"]
+    lr = _rate_on_a_device(lr, index) if _is_on_a_device(lr) else _not_negative(lr, "lr", index)
+    eps, weight_decay = (_not_negative(group[key], key, index) for key in ("eps", "weight_decay"))
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"parameter group {index}: betas={betas!r}: expected two numbers in [0, 1)")
@@ -40,6 +42,38 @@ def adam_group(group: dict[str, Any], index: int) -> AdamGroup:
         raise ValueError(f"parameter group {index}: betas={betas}: expected two numbers in [0, 1)")
     decoupled = bool(group["decoupled_weight_decay"])
     return AdamGroup(lr, beta1, beta2, eps, weight_decay, decoupled, bool(group["maximize"]))
+
+
+def groups_on(groups: list[AdamGroup], device: torch.device) -> list[AdamGroup]:
+    """The groups as rows on this device take them: learning rates that are tensors on it, or numbers on the host."""
+    if not any(isinstance(group.lr, Tensor) for group in groups):
+        return groups
+    moved = []
+    for index, group in enumerate(groups):
+        lr = group.lr
+        if isinstance(lr, Tensor):
+            lr = _not_negative(lr, "lr", index) if devices.is_host(device) else lr.to(device)
+        moved.append(group._replace(lr=lr))
+    return moved
+
+
+def _not_negative(value: Any, key: str, index: int) -> float:
+    value = number(value, f"parameter group {index}: {key}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"parameter group {index}: {key}={value}: expected a finite number >= 0")
+    return value
+
+
+def _is_on_a_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and not devices.is_host(value.device)
+
+
+def _rate_on_a_device(lr: Tensor, index: int) -> Tensor:
+    """0-d float32 or float64, sharing lr's memory if it is one of these. Looking at its value would wait."""
+    if lr.numel() != 1:
+        raise ValueError(f"parameter group {index}: lr must have one element, got shape {tuple(lr.shape)}")
+    wide = lr if lr.dtype in (torch.float32, torch.float64) else lr.double()
+    return wide.detach().reshape(())
 
 
 def merged_group(index: int, mine: dict[str, Any], saved: dict[str, Any], keep: Sequence[str]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .ops import devices
+
 _FLOAT32 = torch.finfo(torch.float32)
 
 
@@ -62,10 +64,15 @@ class LossScale:
         """(scale float32, clean steps int64, tolerance int64), 0-d, made at the first use."""
         if self._tensors is None:
             where = self._device or near or torch.device("cpu")
+            if devices.is_capturing(where):
+                raise RuntimeError(
+                    "the loss scale, made while a CUDA graph is captured, would start again at every replay; call "
+                    "scale() once before the capture"
+                )
             self._tensors = (
-                torch.tensor(self._start.scale, dtype=torch.float32, device=where),
-                torch.tensor(self._start.clean_steps, dtype=torch.int64, device=where),
-                torch.tensor(self._start.tolerance, dtype=torch.int64, device=where),
+                torch.full((), self._start.scale, dtype=torch.float32, device=where),
+                torch.full((), self._start.clean_steps, dtype=torch.int64, device=where),
+                torch.full((), self._start.tolerance, dtype=torch.int64, device=where),
             )
         return self._tensors
 
@@ -95,8 +102,17 @@ class LossScale:
         tolerance.masked_fill_(grow, self._hysteresis)
         return torch.stack((stuck, scale > self.min_scale))
 
-    def set(self, value: float) -> None:
-        """A scale given by hand, within the bounds; ValueError for a NaN."""
+    def set(self, value: float | Tensor) -> None:
+        """A scale given by hand, within the bounds; ValueError for a NaN.
+
+        A tensor on a device is not read, so as not to wait: a NaN in it leaves the scale as it is.
+        """
+        if isinstance(value, Tensor) and not devices.is_host(value.device):
+            scale = self.tensor(value.device)
+            given = devices.scalar_on(value.detach(), scale.device, torch.float32, "the new loss scale")
+            scale.copy_(torch.where(given.isnan(), scale, given).clamp_(self.min_scale, self.max_scale))
+            return
+        value = float(value)
         self._start = self._start._replace(scale=self._within_bounds(value))
         if self._tensors is not None:
             self._tensors[0].fill_(self._start.scale)

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ops import devices
+
 _NOTHING_HEALED, _NOBODY = torch.tensor(0), torch.tensor(-1)
+_SMALL = 1024  # bytes
 
 
 class HostCopy:
@@ -19,8 +22,8 @@ class HostCopy:
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        away = {t.device for t in tensors if not _is_host(t.device)}
-        self._on_host = [t.to("cpu", non_blocking=True) for t in tensors] if away else tensors
+        away = {t.device for t in tensors if not devices.is_host(t.device)}
+        self._parts = _copied(tensors) if away else [(t, None) for t in tensors]
         # an event on the stream of the copy: torch.Event.record() would take that of the current device
         self._arrivals = [torch.accelerator.current_stream(device).record_event() for device in away]
         self._values: list[Any] | None = None
@@ -32,16 +35,40 @@ class HostCopy:
         if self._values is None:
             for event in self._arrivals:
                 event.synchronize()
-            self._values = [tensor.tolist() for tensor in self._on_host]
+            self._values = [_part(copy, of).tolist() for copy, of in self._parts]
         return self._values
 
 
-def _is_host(device: torch.device) -> bool:
-    return device.type == "cpu"
+def _copied(tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+    """On the host once the device gets there: (the copy, None), or (a copy of its whole buffer as bytes, the tensor).
+
+    A step's results may be views of one small buffer; then one copy brings all of them.
+    """
+    buffers: dict[int, Tensor] = {}
+    parts: list[tuple[Tensor, Tensor | None]] = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == tensor.nbytes or storage.nbytes() > _SMALL or not tensor.is_contiguous():
+            parts.append((tensor.to("cpu", non_blocking=True), None))
+            continue
+        if storage._cdata not in buffers:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            buffers[storage._cdata] = whole.to("cpu", non_blocking=True)
+        parts.append((buffers[storage._cdata], tensor))
+    return parts
+
+
+def _part(copy: Tensor, of: Tensor | None) -> Tensor:
+    if of is None:
+        return copy
+    start = of.storage_offset() * of.itemsize
+    return copy[start : start + of.nbytes].view(of.dtype).view(of.shape)
 
 
 class StepOutcome:
     """Whether a step was skipped, because of whom, and how many masters it healed.
+
+    Of a step that is captured in a CUDA graph the host never learns: nothing is copied, and the answers below raise.
 
     Args:
         skipped: 0-d bool, kept for who goes on on the device.
@@ -55,23 +82,32 @@ class StepOutcome:
         healed: Tensor = _NOTHING_HEALED,
     ) -> None:  # fmt: skip
         self.skipped = skipped
+        self.captured = devices.is_capturing(skipped.device)
         self._name_of = name_of
-        self._copy = HostCopy(skipped, _NOBODY if first_bad is None else first_bad, healed)
+        self._copy = None if self.captured else HostCopy(skipped, _NOBODY if first_bad is None else first_bad, healed)
 
     def ready(self) -> bool:
         """True if the answers below are on the host. Until then each of them waits for this step alone."""
-        return self._copy.ready()
+        return self._answers().ready()
 
     def was_skipped(self) -> bool:
-        return self._copy.values()[0]
+        return self._answers().values()[0]
 
     def culprit(self) -> str | None:
         """The name of the first parameter whose gradient is not finite."""
-        index = self._copy.values()[1]
+        index = self._answers().values()[1]
         return self._name_of(index) if index >= 0 else None
 
     def healed(self) -> int:
-        return self._copy.values()[2]
+        return self._answers().values()[2]
+
+    def _answers(self) -> HostCopy:
+        if self._copy is None:
+            raise RuntimeError(
+                "the last step was captured in a CUDA graph, so the host has no answer for each replay; read "
+                "optimizer.skipped, the tensor that is there right after the capture, when a replay is done"
+            )
+        return self._copy
 
 
 def first_of_all(firsts: Sequence[Tensor], places: Sequence[Sequence[int]]) -> Tensor:

@@ -62,7 +62,9 @@ class StepReports:
         self._pending: deque[StepOutcome] = deque()
 
     def add(self, outcome: StepOutcome) -> None:
-        """Tells what is known by now, which on the CPU is all."""
+        """Tells what is known by now, which on the CPU is all. Asks nothing while a CUDA graph is captured."""
+        if outcome.captured:
+            return
         self._pending.append(outcome)
         while self._pending and self._pending[0].ready():
             self._tell(self._pending.popleft())
@@ -99,7 +101,7 @@ class FloorReports:
         self._pending: deque[tuple[HostCopy, list[StepOutcome]]] = deque()
 
     def add(self, floor: Tensor, outcomes: list[StepOutcome]) -> None:
-        """`floor`: what LossScale.learn() returned. `outcomes`: the steps it learned from."""
+        """`floor`: what LossScale.learn() returned. `outcomes`: the steps it learned from, none of them captured."""
         self._pending.append((HostCopy(floor), outcomes))
         while self._pending and self._pending[0][0].ready():
             self._tell(*self._pending.popleft())

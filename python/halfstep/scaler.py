@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from .fused_adam import FusedAdam
 from .gradients import unscale_and_find_
 from .loss_scale import LossScale, Pace
+from .ops import devices
 from .outcomes import StepOutcome, first_of_all
 from .reports import FloorReports, StepReports, parameter_names
 from .shards import local, ranks
@@ -84,7 +85,9 @@ class LossScaler:
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            return outputs * self._scale.tensor(outputs.device).to(outputs.device)
+            scale = self._scale.tensor(outputs.device)
+            # one number of the host goes along as it is; its copy to the device would wait
+            return outputs * (scale if devices.is_host(scale.device) else scale.to(outputs.device))
         if isinstance(outputs, Iterable) and not isinstance(outputs, (str, Mapping)):
             scaled = [self.scale(output) for output in outputs]
             return tuple(scaled) if isinstance(outputs, tuple) else scaled
@@ -171,6 +174,11 @@ class LossScaler:
         if self._enabled and optimizer not in self._unscaled:
             self.unscale_(optimizer)
         outcome = self._unscaled.get(optimizer) or StepOutcome(torch.tensor(False))
+        if outcome.captured:
+            raise RuntimeError(
+                f"whether {type(optimizer).__name__} skips a step is decided on the host, which a CUDA graph cannot "
+                "replay; capture one of halfstep's optimizers, which decide on the device"
+            )
         if not outcome.was_skipped():  # the one wait
             optimizer.step(*args, **kwargs)
         self._record(optimizer, outcome, learns=False)  # unscale_() did
@@ -191,7 +199,7 @@ class LossScaler:
         if not self._enabled:
             return
         if new_scale is not None:
-            self._scale.set(float(new_scale))
+            self._scale.set(new_scale)
             self._start_iteration()
             return
         if not self._seen:
@@ -200,9 +208,10 @@ class LossScaler:
                 "Call backward() on the scaled loss first"
             )
         seen, scale = self._seen, self._scale.tensor()
-        floor = self._scale.learn(torch.stack([outcome.skipped.to(scale.device) for outcome in seen]).any())
+        floor = self._scale.learn(torch.stack([_flag(outcome, scale.device) for outcome in seen]).any())
         self._start_iteration()
-        if self._scale.pace.backoff_factor < 1:  # a static scale has no floor
+        told = not devices.is_capturing(scale.device) and not any(outcome.captured for outcome in seen)
+        if told and self._scale.pace.backoff_factor < 1:  # a static scale has no floor
             self._floor.add(floor, seen)
 
     def advance(self, scheduler: Any, *args: Any) -> bool:
@@ -235,8 +244,9 @@ class LossScaler:
         outcome = self._last.get(optimizer)
         if outcome is None or self._advanced.get(scheduler) is outcome:
             return False
+        skipped = outcome.was_skipped()
         self._advanced[scheduler] = outcome
-        if outcome.was_skipped():
+        if skipped:
             return False
         scheduler.step(*args)
         return True
@@ -291,6 +301,10 @@ class LossScaler:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start_run()
+
+
+def _flag(outcome: StepOutcome, device: torch.device) -> Tensor:
+    return devices.scalar_on(outcome.skipped, device, torch.bool, "whether the step was skipped")
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ops import devices
 from .ops.cast import join_master, round_to, split_master
 from .ops.layout import NARROW
 from .reports import warn
@@ -74,7 +75,9 @@ def complete(param: Tensor, state: dict[str, Any], group: dict[str, Any], logica
     kind = master_kind(group["master"], param.dtype)
     for key in {"master", "remainder"} & (state.keys() - {kind}):
         del state[key]  # the parameter changed its dtype
-    if "step" in state and not _is_counter(state["step"], param.device):
+    foreign_step = "step" in state and not _is_counter(state["step"], param.device)
+    if foreign_step:
+        _check_not_capturing(param, name)
         state["step"] = _counter(_step(state["step"], f"{name}: its step"), param.device)
     for key in _moments(group):
         if key in state and state[key].dtype is not group["state_dtype"]:
@@ -84,8 +87,17 @@ def complete(param: Tensor, state: dict[str, Any], group: dict[str, Any], logica
             )
     if state.keys() >= {"step", *_moments(group), *([kind] if kind else [])}:
         return  # the usual case, which must not allocate
+    _check_not_capturing(param, name)
     for key, value in new_state(param, group, logical_order).items():
         state.setdefault(key, value)
+
+
+def _check_not_capturing(param: Tensor, name: str) -> None:
+    if devices.is_capturing(param.device):
+        raise RuntimeError(
+            f"{name} has no state yet: made while a CUDA graph is captured, it would start again from 0 at every "
+            "replay. Call step() once before the capture, with a gradient for every parameter"
+        )
 
 
 def exported(state: dict[str, Any]) -> dict[str, Any]:

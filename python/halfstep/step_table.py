@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .hyper import groups_on
+from .ops import devices
 from .ops.layout import NARROW
 from .ops.optimizer import AdamGroup, AdamRow, AdamStep, StepInputs, StepResult
 from .ops.overlap import check_writable
@@ -119,36 +121,57 @@ class StepTable:
         for step in self._steps:
             step.drop_grads()
 
-    def run(self, groups: list[AdamGroup], inputs: StepInputs, forced: str | None) -> tuple[StepResult, Tensor | None]:
+    def captures(self) -> bool:
+        """True while steps are recorded in a CUDA graph; RuntimeError if this one cannot be."""
+        if not any(devices.is_capturing(step.device) for step in self._steps):
+            return False
+        if len(self._steps) > 1:
+            raise RuntimeError(
+                f"a step over {len(self._steps)} devices waits for all of them, so no CUDA graph can capture it; use "
+                "an optimizer for each device, without clipping and overflow check across them"
+            )
+        self._steps[0].check_capturable()
+        return True
+
+    def run(self, groups: list[AdamGroup], inputs: StepInputs) -> tuple[StepResult, Tensor | None]:
         """The step on every device; (the result, the first non-finite gradient's index in `names` or None)."""
+        with_stats = inputs.skip_nonfinite or inputs.max_norm is not None
+        if with_stats and self._many_ranks:
+            raise RuntimeError(
+                "this version cannot reduce the gradient norm and the overflow flag over the ranks of a DTensor "
+                "mesh; clip beforehand and build the optimizer with skip_nonfinite=False and max_grad_norm=None"
+            )
+        if len(self._steps) == 1:
+            step = self._steps[0]
+            return step.run(groups_on(groups, step.device), _on(inputs, step.device), with_stats)
+        return self._run_on_each(groups, inputs, with_stats)
+
+    def _run_on_each(
+        self, groups: list[AdamGroup], inputs: StepInputs, with_stats: bool
+    ) -> tuple[StepResult, Tensor | None]:
+        """Waits for every device: none may update before the gradients of all have been looked at."""
         first_bad = None
-        if inputs.skip_nonfinite or inputs.max_norm is not None:
-            if self._many_ranks:
-                raise RuntimeError(
-                    "this version cannot reduce the gradient norm and the overflow flag over the ranks of a DTensor "
-                    "mesh; clip beforehand and build the optimizer with skip_nonfinite=False and max_grad_norm=None"
-                )
-            total, first_bad = self._stats(inputs.scale, forced)
+        if with_stats:
+            found = [step.grad_stats(_on(inputs, step.device).scale) for step in self._steps]
+            total = torch.stack([total.cpu() for total, _ in found]).cumsum(0)[-1]  # devices in order of appearance
+            first_bad = first_of_all([first_bad for _, first_bad in found], self._places)
             inputs = inputs._replace(sum_squares=total, first_bad=first_bad)
-        if len(self._steps) == 1 and inputs.scale is None and inputs.found_inf is None:
-            return self._steps[0].update(groups, inputs), first_bad  # all are on the one device already
-        results = [step.update(groups, _on(inputs, step)) for step in self._steps]
+        results = [step.update(groups_on(groups, step.device), _on(inputs, step.device)) for step in self._steps]
         healed = sum((r.healed.to(results[0].healed.device) for r in results[1:]), results[0].healed)
         return results[0]._replace(healed=healed), first_bad
 
-    def _stats(self, scale: Tensor | None, forced: str | None) -> tuple[Tensor, Tensor]:
-        found = [step.grad_stats(scale, forced) for step in self._steps]
-        if len(found) == 1:
-            return found[0]
-        total = torch.stack([total.cpu() for total, _ in found]).cumsum(0)[-1]  # devices in order of appearance
-        return total, first_of_all([first_bad for _, first_bad in found], self._places)
 
-
-def _on(inputs: StepInputs, step: AdamStep) -> StepInputs:
-    """With its tensors on the device of the rows."""
-    names = ["scale", "sum_squares", "first_bad", "found_inf"]
-    away = {name: value.to(step.device) for name in names if (value := getattr(inputs, name)) is not None}
-    return inputs._replace(**away)
+def _on(inputs: StepInputs, device: torch.device) -> StepInputs:
+    """With its tensors on the device of the rows, of the dtypes that kernels read."""
+    scale, found_inf, total, first_bad = inputs.scale, inputs.found_inf, inputs.sum_squares, inputs.first_bad
+    if found_inf is not None and found_inf.dtype is not torch.float32:
+        found_inf = found_inf > 0  # a float64 may be too small for float32
+    return inputs._replace(
+        scale=None if scale is None else devices.scalar_on(scale, device, torch.float32, "grad_scale"),
+        found_inf=None if found_inf is None else devices.scalar_on(found_inf, device, torch.float32, "found_inf"),
+        sum_squares=None if total is None else devices.scalar_on(total, device, torch.float64, "sum_squares"),
+        first_bad=None if first_bad is None else devices.scalar_on(first_bad, device, torch.int64, "first_bad"),
+    )
 
 
 def _check_memory(rows: list[AdamRow], names: list[str]) -> None:

@@ -48,6 +48,15 @@ def _whole(value: int) -> Tensor:
     return torch.scalar_tensor(value, dtype=torch.int64)
 
 
+def _exact(value: Tensor) -> float:
+    """A 0-d float32 tensor as a number, also on a thread that flushes denormals, for which .item() may give 0."""
+    number = value.item()
+    if number:
+        return number
+    bits = value.view(torch.int32).item()
+    return (bits & 0x7FFFFFFF) * (-(2.0**-149) if bits < 0 else 2.0**-149)
+
+
 def grad_stats(grads: Sequence[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
     total, first_bad = _native().grad_stats(*columns(grads), _inverse(scale), torch.get_num_threads(), isa)
     return _real(total), _whole(first_bad)
@@ -59,8 +68,8 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return sums, _real(total)
 
 
-def unscale_(grads: Sequence[Tensor], factor: float) -> Tensor:
-    return _whole(_native().scale_(*columns(grads), factor, torch.get_num_threads(), isa))
+def unscale_(grads: Sequence[Tensor], factor: Tensor) -> Tensor:
+    return _whole(_native().scale_(*columns(grads), _exact(factor), torch.get_num_threads(), isa))
 
 
 def cast_(dst: Sequence[Tensor], src: Sequence[Tensor], *, stochastic: bool, seed: int) -> None:

@@ -6,18 +6,18 @@ functions for torch.compile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..reference import sum_squares
 from ..reference.optimizer import AdamGroup, clip_coefficient
 from ..reference.step import AdamRow, StepInputs, StepResult
-from ..reference.sum_squares import norm_from
-from . import backend
+from . import backend, devices
 from .layout import DTYPES, NARROW, PlainList, as_layout, check_tensor, copy_back, dense_or_copy, is_dense, same_layout
 
 __all__ = [
@@ -38,12 +38,14 @@ _pointer, _size, _contiguous = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguo
 _negated, _nowhere = Tensor.is_neg, Tensor._is_zerotensor
 _dtype, _device, _shape = attrgetter("dtype"), attrgetter("device"), attrgetter("shape")
 _DTYPE_SET = frozenset(DTYPES)
+_Result = TypeVar("_Result")
 
 
 def grad_stats(grads: Sequence[Tensor], scale: Tensor | None, forced: str | None = None) -> tuple[Tensor, Tensor]:
     """(sum of squares of the unscaled gradients, index of the first non-finite one or -1): 0-d float64, 0-d int64."""
     if not grads:
-        return torch.zeros((), dtype=torch.float64), torch.tensor(-1)
+        device = None if scale is None else scale.device
+        return torch.zeros((), dtype=torch.float64, device=device), _nobody(device)
     chosen = backend.choose(grads[0].device, forced)
     return chosen.grad_stats(grads if isinstance(grads, PlainList) else [g.contiguous() for g in grads], scale)
 
@@ -59,12 +61,15 @@ def l2_norms(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def unscale_(grads: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
-    """grad = round(f32(grad) * inv_scale) in place; 0-d int64 index of the first tensor with a non-finite result."""
+    """grad = round(f32(grad) * inv_scale) in place; 0-d int64 index of the first tensor with a non-finite result.
+
+    inv_scale: 0-d float32 on the gradients' device.
+    """
     if not grads:
-        return torch.tensor(-1)
+        return _nobody(inv_scale.device)
     chosen = backend.choose(grads[0].device)
     work = grads if isinstance(grads, PlainList) else [dense_or_copy(g) for g in grads]
-    first_bad = chosen.unscale_(work, float(inv_scale))
+    first_bad = chosen.unscale_(work, inv_scale)
     copy_back(grads, work)
     return first_bad
 
@@ -73,9 +78,19 @@ def clip_grad_norm_(grads: Sequence[Tensor], max_norm: float) -> Tensor:
     """Scales the gradients in place so that their global norm is at most max_norm; returns the norm before."""
     norm = norm_from(grad_stats(grads, None)[0])
     coefficient = clip_coefficient(norm, max_norm)
-    if coefficient != 1.0:  # 1 would rewrite every gradient with itself
+    # 1 rewrites every gradient with itself: spared where looking at the coefficient costs nothing
+    if not devices.is_host(norm.device) or coefficient != 1.0:
         unscale_(grads, coefficient.float())
     return norm
+
+
+def norm_from(sums: Tensor) -> Tensor:
+    """Square roots of a float64 tensor, correctly rounded, without waiting for its device."""
+    return sum_squares.norm_from(sums) if devices.is_host(sums.device) else sums.sqrt()
+
+
+def _nobody(device: torch.device | None) -> Tensor:
+    return torch.full((), -1, dtype=torch.int64, device=device)
 
 
 class AdamStep:
@@ -180,17 +195,45 @@ class AdamStep:
         except (RuntimeError, TypeError):  # a sparse gradient, or a subclass that does not say; _check_grad names it
             return False
 
-    def grad_stats(self, scale: Tensor | None, forced: str | None) -> tuple[Tensor, Tensor]:
+    def check_capturable(self) -> None:
+        """RuntimeError if the backend reads numbers on the host in a step, which a CUDA graph would keep for ever."""
+        if self._backend.name == "reference":
+            raise RuntimeError(
+                "plain PyTorch runs the step here and waits for the device, so no CUDA graph can capture it; the CUDA "
+                "kernels can be captured (`halfstep doctor` says why they are not used)"
+            )
+
+    def run(
+        self, groups: Sequence[AdamGroup], inputs: StepInputs, with_stats: bool
+    ) -> tuple[StepResult, Tensor | None]:
+        """The whole step: the first pass if asked for, then the update. A skipped step leaves every bit as it was.
+
+        Returns the result, and the index of the first row with a non-finite gradient, or -1; None without a first pass.
+        """
+        whole = getattr(self._plan, "run", None)
+        if whole is not None and not (with_stats and self._logical is not None):
+            return self._written(lambda: whole(groups, inputs, with_stats))
+        first_bad = None
+        if with_stats:
+            total, first_bad = self.grad_stats(inputs.scale)
+            inputs = inputs._replace(sum_squares=total, first_bad=first_bad)
+        return self.update(groups, inputs), first_bad
+
+    def grad_stats(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """As `grad_stats`, of this step's gradients (the norm's order is that of the logical elements)."""
         if self._logical is not None:
-            return grad_stats(self._logical, scale, forced)
+            return grad_stats(self._logical, scale, self._forced)
         return self._plan.grad_stats(scale)
 
     def update(self, groups: Sequence[AdamGroup], inputs: StepInputs) -> StepResult:
-        """Decides and updates everything in place; a skipped step leaves every bit as it was."""
+        """The second half of `run`, for who adds up the first pass of several devices."""
+        return self._written(lambda: self._plan.update(groups, inputs))
+
+    def _written(self, update: Callable[[], _Result]) -> _Result:
+        """What is around every update: parameters that are staged, and the news that all are written."""
         for param, buffer in self._staged:
             buffer.copy_(param)
-        result = self._plan.update(groups, inputs)
+        result = update()
         for param, buffer in self._staged:
             param.copy_(buffer)
         if not self._marked:

@@ -22,7 +22,7 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return sum_squares.sums_of_squares(tensors)
 
 
-def unscale_(grads: Sequence[Tensor], factor: float) -> Tensor:
+def unscale_(grads: Sequence[Tensor], factor: Tensor) -> Tensor:
     return optimizer.unscale_(grads, factor)
 
 

@@ -79,13 +79,9 @@ def _adam_(
     names = [f"params[{i}]" for i in range(len(rows))]
     step = AdamStep(rows, names, None, stochastic_weight=stochastic_weight)
     step.set_grads(grads)
-    stats: tuple[Tensor | None, Tensor | None] = (None, None)
-    if max_norm is not None or skip_nonfinite:
-        stats = step.grad_stats(scale, None)
     group = AdamGroup(lr, beta1, beta2, eps, weight_decay, decoupled, maximize)
-    return step.update(
-        [group], StepInputs(scale, *stats, max_norm, skip_nonfinite, found_inf, seed, stochastic_weight, heal)
-    )
+    inputs = StepInputs(scale, None, None, max_norm, skip_nonfinite, found_inf, seed, stochastic_weight, heal)
+    return step.run([group], inputs, max_norm is not None or skip_nonfinite)[0]
 
 
 def _fake_adam_(params: list[Tensor], *args: object) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,7 +28,7 @@ Words = Callable[[int], Tensor]  # stream -> random words of a tensor's elements
 class AdamGroup(NamedTuple):
     """Hyper-parameters of a parameter group, as the user gave them (float64)."""
 
-    lr: float
+    lr: float | Tensor  # a tensor is 0-d, float32 or float64, on the rows' device; kernels there read it themselves
     beta1: float
     beta2: float
     eps: float
@@ -64,7 +64,7 @@ def power(b: float, t: int) -> float:
 
 def adam_scalars(group: AdamGroup, t: int) -> AdamScalars:
     """The scalars of step t >= 1 (the number of this update, counted per parameter)."""
-    lr, beta1, beta2, eps, weight_decay = group[:5]
+    lr, beta1, beta2, eps, weight_decay = map(float, group[:5])
     step_size = lr / (1.0 - power(beta1, t))
     sqrt_bias_correction2 = math.sqrt(1.0 - power(beta2, t))
     betas = (beta1, 1.0 - beta1, beta2, 1.0 - beta2)
@@ -73,7 +73,7 @@ def adam_scalars(group: AdamGroup, t: int) -> AdamScalars:
 
 
 @torch.no_grad()
-def grad_stats(grads: Sequence[Tensor], inv_scale: float) -> tuple[Tensor, Tensor]:
+def grad_stats(grads: Sequence[Tensor], inv_scale: float | Tensor) -> tuple[Tensor, Tensor]:
     """Squared norm of the unscaled gradients, and the first tensor that is not finite.
 
     The unscaled gradient is u = f32(g) * inv_scale. Squares add up in the order of sum_squares.py, then the tensors in
@@ -81,7 +81,7 @@ def grad_stats(grads: Sequence[Tensor], inv_scale: float) -> tuple[Tensor, Tenso
 
     Args:
         grads: float32, bfloat16 or float16, any shapes and strides, on one device.
-        inv_scale: a float32 value, 1 / loss scale; 1.0 leaves the gradients as they are.
+        inv_scale: a float32 value or 0-d tensor, 1 / loss scale; 1.0 leaves the gradients as they are.
 
     Returns: (sum of squares, 0-d float64; index in `grads` of the first tensor with a non-finite u, or -1, 0-d int64).
     """
@@ -102,12 +102,12 @@ def clip_coefficient(norm: Tensor | float, max_norm: float) -> Tensor:
 
 
 @torch.no_grad()
-def unscale_(grads: Sequence[Tensor], inv_scale: float) -> Tensor:
+def unscale_(grads: Sequence[Tensor], inv_scale: float | Tensor) -> Tensor:
     """Multiply every gradient by inv_scale in float32 and round it to its own dtype (nearest even), in place.
 
     Args:
         grads: float32, bfloat16 or float16, any strides, on one device.
-        inv_scale: a float32 value.
+        inv_scale: a float32 value or 0-d tensor.
 
     Returns: 0-d int64, the index of the first tensor that now holds a non-finite value (so overflow in the product and
         in the rounding count), or -1.

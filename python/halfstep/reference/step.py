@@ -32,18 +32,21 @@ class AdamRow(NamedTuple):
 class StepInputs(NamedTuple):
     """What a step needs beside the rows, their gradients and the groups."""
 
+    # tensors are on the rows' device
     scale: Tensor | None = None  # 0-d float32 loss scale the gradients still carry
     sum_squares: Tensor | None = None  # 0-d float64, from grad_stats; None if the first pass was not needed
     first_bad: Tensor | None = None  # 0-d int64, likewise
     max_norm: float | None = None
     skip_nonfinite: bool = False
-    found_inf: Tensor | None = None  # anything > 0: somebody else asks for a skip
+    found_inf: Tensor | None = None  # 0-d float32; anything > 0: somebody else asks for a skip
     seed: int = 0
     stochastic_weight: bool = False
     heal: bool = True
 
 
 class StepResult(NamedTuple):
+    """On the rows' device."""
+
     norm: Tensor  # 0-d float64 global norm of the unscaled gradients; NaN if the first pass did not run
     skipped: Tensor  # 0-d bool
     healed: Tensor  # 0-d int64: elements whose master gave way to the weight
@@ -55,11 +58,11 @@ class Decision(NamedTuple):
     skip: bool
 
 
-def inverse(scale: Tensor | None) -> float:
+def inverse(scale: Tensor | None) -> Tensor | float:
     """f32(1 / scale), the factor of the first pass; 1.0 without a scale. A 0 scale gives inf, and so a skip."""
     if scale is None:
         return 1.0
-    return float((1.0 / scale.double()).float())
+    return (1.0 / scale.double()).float()
 
 
 def decide(inputs: StepInputs) -> Decision:
@@ -94,7 +97,8 @@ class AdamPlan:
 
     def update(self, groups: Sequence[AdamGroup], inputs: StepInputs) -> StepResult:
         norm, grad_factor, skip = decide(inputs)
-        healed = torch.zeros((), dtype=torch.int64)
+        device = self.rows[0].param.device
+        healed = torch.zeros((), dtype=torch.int64, device=device)
         for row, grad in zip(self.rows, self.grads, strict=True):
             if skip:
                 break
@@ -103,6 +107,7 @@ class AdamPlan:
                 row.param, grad, row.exp_avg, row.exp_avg_sq, row.max_exp_avg_sq, row.master,
                 group=groups[row.group], t=t, grad_factor=grad_factor, seed=inputs.seed, param_id=row.param_id,
                 first_index=row.first_index, stochastic=inputs.stochastic_weight, heal=inputs.heal,
-            ).cpu()  # fmt: skip
+            )  # fmt: skip
             row.step.fill_(t)
-        return StepResult(torch.tensor(norm, dtype=torch.float64), torch.tensor(skip), healed)
+        skipped = torch.full((), skip, dtype=torch.bool, device=device)
+        return StepResult(torch.full((), norm, dtype=torch.float64, device=device), skipped, healed)

@@ -46,11 +46,10 @@ def sum_squares(x: Tensor) -> Tensor:
 
 def norm_from(sums: Tensor) -> Tensor:
     """Square roots of a float64 tensor, correctly rounded: torch.sqrt on a CPU is an ulp off in 1 of 130."""
-    if sums.device.type != "cpu":
-        return sums.sqrt()
     if sums.dim() == 0:
-        return torch.tensor(math.sqrt(sums.item()), dtype=torch.float64)
-    return torch.tensor([math.sqrt(s) for s in sums.reshape(-1).tolist()], dtype=torch.float64).reshape(sums.shape)
+        return torch.full((), math.sqrt(sums.item()), dtype=torch.float64, device=sums.device)
+    roots = [math.sqrt(s) for s in sums.reshape(-1).tolist()]
+    return torch.tensor(roots, dtype=torch.float64, device=sums.device).reshape(sums.shape)
 
 
 def _chunk_sum_squares(u: Tensor) -> Tensor:
