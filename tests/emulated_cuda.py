@@ -17,11 +17,7 @@ from halfstep.ops.native_cuda import CudaBackend, Workspace
 
 _MARGIN, _GUARD = 256, 0xFF
 
-ASCENDING, DESCENDING, SHUFFLED = (
-    (0, 0),
-    (1, 0),
-    (2, 7),
-)  # which of a block's threads, and of a grid's blocks, comes first
+ASCENDING, DESCENDING, SHUFFLED = (0, 0), (1, 0), (2, 7)  # which of a block's threads, and of a grid's blocks, comes first
 ORDERS = [ASCENDING, DESCENDING, SHUFFLED]
 ORDER_IDS = ["ascending", "descending", "shuffled"]
 

@@ -52,9 +52,7 @@ def test_values_that_float32_cannot_square():
         odd = x.clone()
         odd[size // 2] = 1.0
         for grads in ([x], [odd], [x.bfloat16()], [odd, x, odd]):
-            assert_all_same_bits(
-                emulated().grad_stats(grads, None), native_cpu.grad_stats(grads, None), f"{size} {value}"
-            )
+            assert_all_same_bits(emulated().grad_stats(grads, None), native_cpu.grad_stats(grads, None), f"{size} {value}")
 
 
 @each_order
@@ -176,4 +174,4 @@ def cast(backend, src: list[Tensor], dtype: torch.dtype, stochastic: bool, seed:
 
 
 def native_cpu_scale(tensors: list[Tensor], factor: float) -> Tensor:
-    return native_cpu.unscale_(tensors, torch.tensor(factor).item())
+    return native_cpu.unscale_(tensors, torch.tensor(factor))
