@@ -129,7 +129,12 @@ class LossScaler:
         places: dict[torch.device, list[int]] = {}
         for i, grad in enumerate(grads):
             places.setdefault(grad.device, []).append(i)
-        firsts = [unscale_and_find_([grads[i] for i in place], inverse.to(d)) for d, place in places.items()]
+        firsts = [
+            unscale_and_find_(
+                [grads[i] for i in place], devices.scalar_on(inverse, device, torch.float32, "1 / the loss scale")
+            )
+            for device, place in places.items()
+        ]
         return first_of_all(firsts, list(places.values()))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
