@@ -112,8 +112,9 @@ class _Watch(TorchDispatchMode):
 
     def _check_copy(self, func: Any, source: Tensor, target: Tensor, non_blocking: bool) -> None:
         types = source.device.type, target.device.type
+        crosses = sorted(types) == sorted(("cpu", self._device)) and types[0] != types[1]
         # to the device it waits even if it says non_blocking, unless the memory is pinned
-        if types[0] != types[1] and not (non_blocking and types[0] == self._device):
+        if crosses and not (non_blocking and types[0] == self._device):
             self._fail(f"{func} from {types[0]} to {types[1]}")
 
 
