@@ -75,6 +75,7 @@ VALUE_ERRORS = [
     (lambda: hs.grad_stats([X], torch.ones(2)), "scale must be one number, got shape (2,)"),
     (lambda: hs.unscale_([X, META], 1.0, ZERO), "grads[1] is on meta, grads[0] on cpu; use one device a call"),
     (lambda: hs.unscale_([X], torch.ones(1, 2), ZERO), "inv_scale must be one number, got shape (1, 2)"),
+    (lambda: hs.unscale_([META], 1.0, ZERO), "found_inf is on cpu, grads[0] on meta; they need one device"),
     (lambda: hs.unscale_([X], 1.0, X), "found_inf must be a 1-element floating tensor, got torch.float32 (3,)"),
     (lambda: hs.unscale_([X], 1.0, ZERO.bool()), "found_inf must be a 1-element floating tensor, got torch.bool ()"),
     (lambda: hs.clip_grad_norm_([], 1.0, norm_type=1.0), "norm_type=1.0: halfstep clips by the 2-norm; use torch.nn"),

@@ -155,10 +155,20 @@ class FusedAdam(torch.optim.Optimizer):
         bool) and `healed` (0-d int64) describe the step, on the device. A skipped step changes no bit, not even the
         counters.
 
+        With the CUDA kernels nothing here waits for the device, and a CUDA graph can capture the step. What does wait:
+        parameters on several devices, of which none may update before all are looked at; plain PyTorch in place of
+        kernels; eps, betas, weight_decay or max_grad_norm given as a tensor on a device.
+
+        In a CUDA graph: call step() once before the capture, since states are not made in one. lr is then a tensor on
+        the device, filled in place (a number is frozen, as everything else). Replays are not reported; the tensors
+        `skipped`, `grad_norm` and `healed` are those of right after the capture, filled anew by each. A captured step's
+        memory stays with the optimizer; after load_state_dict() or add_param_group() capture again.
+
         Raises:
             TypeError: a sparse gradient or one of an unsupported dtype.
             ValueError: a setting out of range, or a state whose step is no whole number.
-            RuntimeError: states that no longer fit, a backend that is not there, or a norm over sharded parameters.
+            RuntimeError: states that no longer fit, a backend that is not there, a norm over sharded parameters, or a
+                capture that could not be replayed.
         """
         loss = None
         if closure is not None:
@@ -258,7 +268,10 @@ class FusedAdam(torch.optim.Optimizer):
                     states.refresh_master(param, state)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch.optim's layout, plus `master` (float32) or `remainder` (int16) for 16-bit parameters."""
+        """torch.optim's layout, plus `master` (float32) or `remainder` (int16) for 16-bit parameters.
+
+        Waits for the device, as does load_state_dict().
+        """
         self._reports.flush()
         packed = super().state_dict()
         packed["state"] = {key: states.exported(state) for key, state in packed["state"].items()}

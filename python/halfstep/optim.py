@@ -61,9 +61,11 @@ class AdamW(Adam):
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW; lr may be a 1-element tensor,
-            of which each group keeps its own copy (param_groups[i]["lr"]).
+            of which each group keeps its own copy (param_groups[i]["lr"]). One that is on a device is not read on the
+            host, so its value is not checked: keep it finite and >= 0.
             eps = 0 is allowed (0 / 0 gives NaN for a weight that never had a gradient, as in torch).
-        foreach, capturable, fused: accepted and ignored: there is one implementation.
+        foreach, capturable, fused: accepted and ignored: there is one implementation, which the CUDA kernels make
+            capturable (see step()).
         differentiable: must be False.
         master: what a 16-bit parameter keeps beside itself, so that no update is lost. "auto" and "fp32": a float32
             master (+4 bytes); "split": the lower 16 bits of the float32 whose upper half is the bfloat16 weight

@@ -1,6 +1,8 @@
 """LossScaler: static or dynamic loss scaling with torch.amp.GradScaler's interface.
 
 With halfstep's optimizers nothing waits for the device: unscaling, the overflow check and the skip are part of step().
+What does wait: gradients of one optimizer on several devices, a scale that lives elsewhere than the loss (device="cpu"
+for a model on a GPU, or the reverse), and what says so below.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ class LossScaler:
         enabled: False makes every method pass through, as with GradScaler.
         hysteresis: the scale shrinks from this many overflows on, counted since it last grew; >= 1.
         min_scale, max_scale: the scale never leaves these bounds, so it is never 0, Inf or NaN. Normal float32 numbers.
+
+    In a CUDA graph, with halfstep's optimizers: call scale() once before the capture. Replays move the scale if
+    step() and update() are both in it; advance() and warnings know nothing of replays.
 
     Raises ValueError for values out of range. Survives pickle and deepcopy between update() and the next step().
 
@@ -199,7 +204,8 @@ class LossScaler:
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """The next scale, after every optimizer had its step(), without waiting; or `new_scale`, within the bounds.
 
-        Raises RuntimeError if no optimizer was stepped or unscaled since the last update, ValueError for a NaN.
+        Raises RuntimeError if no optimizer was stepped or unscaled since the last update, ValueError for a NaN. A
+        `new_scale` on a device is not read: a NaN there leaves the scale as it is.
         """
         if not self._enabled:
             return
@@ -226,7 +232,8 @@ class LossScaler:
         the next backward() and the next step(), as below, the device has work meanwhile, and the learning rates are
         those of a loop that asks at once. Ask before a checkpoint too. Works with enabled=False.
 
-        Raises TypeError if the scheduler has no optimizer.
+        Raises TypeError if the scheduler has no optimizer, RuntimeError if the step was captured in a CUDA graph: the
+        host has no answer for each replay.
 
         Example:
             >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
@@ -283,7 +290,10 @@ class LossScaler:
         self._scale.pace = self._scale.pace._replace(growth_interval=new_interval).checked()
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's keys plus the hysteresis; at any time, also before the first scale(). Empty if disabled."""
+        """GradScaler's keys plus the hysteresis; at any time, also before the first scale(). Empty if disabled.
+
+        Waits for the device.
+        """
         self._floor.flush()
         return self._scale.state_dict() if self._enabled else {}
 

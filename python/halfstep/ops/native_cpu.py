@@ -53,7 +53,7 @@ def _exact(value: Tensor) -> float:
     number = value.item()
     if number:
         return number
-    bits = value.view(torch.int32).item()
+    bits = int(value.view(torch.int32).item())
     return (bits & 0x7FFFFFFF) * (-(2.0**-149) if bits < 0 else 2.0**-149)
 
 

@@ -18,7 +18,8 @@ from ..reference import sum_squares
 from ..reference.optimizer import AdamGroup, clip_coefficient
 from ..reference.step import AdamRow, StepInputs, StepResult
 from . import backend, devices
-from .layout import DTYPES, NARROW, PlainList, as_layout, check_tensor, copy_back, dense_or_copy, is_dense, same_layout
+from .layout import DTYPES, PlainList, as_layout, check_tensor, copy_back, dense_or_copy, is_dense, same_layout
+from .row_checks import check_dtypes, check_grad, uses_random_words
 
 __all__ = [
     "AdamGroup",
@@ -161,7 +162,7 @@ class AdamStep:
         """This step's gradients, in the order of the rows; brought into the rows' layout where they differ."""
         if not self._grads_seen or not self._ready(grads):
             for grad, param, name in zip(grads, self._params, self._names, strict=True):
-                _check_grad(grad, param, name)
+                check_grad(grad, param, name)
             self._grads_seen = True
             laid_out = [as_layout(g, like) for g, like in zip(grads, self._layouts, strict=True)]
         else:
@@ -192,7 +193,7 @@ class AdamStep:
                 and set(map(_dtype, grads)) <= _DTYPE_SET
                 and set(map(_device, grads)) == {self.device}
             )
-        except (RuntimeError, TypeError):  # a sparse gradient, or a subclass that does not say; _check_grad names it
+        except (RuntimeError, TypeError):  # a sparse gradient, or a subclass that does not say; check_grad names it
             return False
 
     def check_capturable(self) -> None:
@@ -248,7 +249,7 @@ class AdamStep:
     def _laid_out(self, row: AdamRow, name: str, stochastic_weight: bool) -> AdamRow:
         check_tensor(row.param, name)
         states = [t for t in (row.exp_avg, row.exp_avg_sq, row.max_exp_avg_sq, row.master) if t is not None]
-        _check_dtypes(row, name)
+        check_dtypes(row, name)
         for state in (*states, row.step):
             if state.device != row.param.device:
                 raise RuntimeError(
@@ -267,7 +268,7 @@ class AdamStep:
                     f"{[tuple(s.stride()) for s in states]}); make them alike, for example with "
                     "optimizer.load_state_dict(optimizer.state_dict())"
                 )
-        if _uses_random_words(row, stochastic_weight) and not row.exp_avg.is_contiguous():
+        if uses_random_words(row, stochastic_weight) and not row.exp_avg.is_contiguous():
             raise RuntimeError(
                 f"{name}: stochastic rounding needs contiguous states, got strides "
                 f"{tuple(row.exp_avg.stride())}, which they keep from the first step; bring them into the new order "
@@ -280,43 +281,3 @@ class AdamStep:
         )
         self._staged.append((row.param, buffer))
         return row._replace(param=buffer)
-
-
-def _check_grad(grad: Tensor, param: Tensor, name: str) -> None:
-    check_tensor(grad, f"the gradient of {name}")
-    try:
-        grad.is_contiguous()
-    except TypeError as error:
-        raise TypeError(
-            f"the gradient of {name} is a {type(grad).__name__} that does not say how it lies in memory; assign a "
-            "plain tensor"
-        ) from error
-    if grad.shape != param.shape or grad.device != param.device:
-        raise RuntimeError(
-            f"{name} has shape {tuple(param.shape)} on {param.device}, its gradient {tuple(grad.shape)} on "
-            f"{grad.device}; call backward() again after changing parameters"
-        )
-
-
-def _check_dtypes(row: AdamRow, name: str) -> None:
-    """What a kernel would otherwise read with the wrong item size."""
-    moments = [t.dtype for t in (row.exp_avg, row.exp_avg_sq, row.max_exp_avg_sq) if t is not None]
-    master = None if row.master is None else row.master.dtype
-    master_fits = (
-        master is None
-        or (master is torch.float32 and row.param.dtype in NARROW)
-        or (master is torch.int16 and row.param.dtype is torch.bfloat16)
-    )
-    counter_fits = row.step.dtype is torch.int64 and row.step.numel() == 1
-    if len(set(moments)) != 1 or moments[0] not in DTYPES or not master_fits or not counter_fits:
-        raise RuntimeError(
-            f"{name} has moments of {moments}, a master of {master} and a step "
-            f"of {row.step.dtype}; expected equal floating moments, a float32 master or (for bfloat16) an int16 "
-            "remainder, and an int64 step. Load states through load_state_dict(), which converts them"
-        )
-
-
-def _uses_random_words(row: AdamRow, stochastic_weight: bool) -> bool:
-    """True if the row rounds stochastically: then the order in memory must be the logical one."""
-    narrow_weight = row.param.dtype in NARROW and row.master is None
-    return row.exp_avg.dtype in NARROW or (stochastic_weight and narrow_weight)
