@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import halfstep as hs
-from halfstep.ops import backend, devices
+from halfstep.hyper import adam_group, groups_on
+from halfstep.ops import backend
 from halfstep.outcomes import HostCopy
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
@@ -159,6 +160,8 @@ def test_unusual_layouts(never_reads, device):
                 p.grad = grad
             optimizer.step()
             optimizer.step()
+    # the norm is over logical elements, so the first pass reads the gradients as they were, in a call of its own
+    assert (never_reads["AdamPlan.run"], never_reads["grad_stats"], never_reads["AdamPlan.update"]) == (0, 2, 2)
 
 
 def scaled(scaler: hs.LossScaler, optimizer: torch.optim.Optimizer, unscale: bool) -> Tensor:
@@ -319,11 +322,20 @@ def test_a_rate_on_the_device_is_the_one_of_the_group():
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_a_rate_that_the_host_reads_is_checked(value):
-    """Also one that lay on a device, for parameters on the host."""
-    optimizer = hs.AdamW(params("cpu", FLOAT32), lr=torch.tensor(1.0))
+    """One that lies on a device, for parameters on the host."""
+    group = {"eps": 0.0, "weight_decay": 0.0, "betas": (0, 0), "decoupled_weight_decay": False, "maximize": False}
+    with forbid_waits():
+        given = adam_group({**group, "lr": torch.tensor(value)}, 0)
+        assert groups_on([given], torch.device("cpu"))[0].lr is given.lr
+    with pytest.raises(ValueError, match="parameter group 0: lr="):
+        groups_on([given], torch.device("cpu"))
+    assert groups_on([given._replace(lr=torch.tensor(0.5))], torch.device("cpu"))[0].lr == 0.5
+
+
+def test_a_flag_too_small_for_float32_still_skips():
+    optimizer = hs.AdamW(params("cpu", FLOAT32))
     give_grads(optimizer)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "is_host", lambda device: device.type != "away")
-        optimizer.param_groups[0]["lr"].fill_(value)
-        with pytest.raises(ValueError, match="parameter group 0: lr="):
-            optimizer.step()
+    optimizer.found_inf = torch.tensor(1e-300, dtype=torch.float64)
+    with pytest.warns(RuntimeWarning, match="found_inf was set"):
+        optimizer.step()
+    assert optimizer.skipped
