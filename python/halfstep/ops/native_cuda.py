@@ -115,8 +115,8 @@ class AdamPlan(Rows):
         self, groups: Sequence[AdamGroup], inputs: StepInputs, with_stats: bool
     ) -> tuple[StepResult, Tensor | None]:
         """The whole step; with its own first pass it also returns the index of the first non-finite gradient."""
-        norm, skipped, healed = (_result(dtype, self._device) for dtype in (torch.float64, torch.bool, torch.int64))
-        first_bad = _result(torch.int64, self._device) if with_stats else inputs.first_bad
+        norm, skipped, healed, own_first_bad = _step_results(self._device)
+        first_bad = own_first_bad if with_stats else inputs.first_bad
         where = [inputs.scale, inputs.found_inf, inputs.sum_squares, first_bad, norm, skipped, healed]
         numbers, rates = _numbers(groups)
         with self._backend.workspace(self._device) as allocate:
@@ -137,6 +137,13 @@ def queue(device: torch.device) -> tuple[int, int]:
 
 def _result(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty((), dtype=dtype, device=device)
+
+
+def _step_results(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Norm, skipped, healed and first bad index in one buffer, which one copy brings to the host (outcomes.py)."""
+    whole = torch.empty(4, dtype=torch.int64, device=device)
+    norm, skipped, healed, first_bad = whole.unbind()
+    return norm.view(torch.float64), skipped.unsqueeze(0).view(torch.bool)[0], healed, first_bad
 
 
 def _numbers(groups: Sequence[AdamGroup]) -> tuple[Sequence[AdamGroup], list[tuple[int, int, bool]]]:
