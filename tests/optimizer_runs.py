@@ -55,7 +55,7 @@ def only(optimizer: torch.optim.Optimizer) -> tuple[Parameter, dict[str, Tensor]
 def set_grads(params: Sequence[Tensor], t: int, spread: float = 1.0) -> None:
     """The gradients of step t: the same numbers for every optimizer, whatever its parameters' dtype."""
     for i, p in enumerate(params):
-        p.grad = (_gradient(tuple(p.shape), t, i) * spread).to(p.dtype, copy=True)
+        p.grad = (_gradient(tuple(p.shape), t, i) * spread).to(p.device, p.dtype, copy=True)
 
 
 def set_scaled_grads(optimizer: torch.optim.Optimizer, scaler: hs.LossScaler, t: int) -> None:

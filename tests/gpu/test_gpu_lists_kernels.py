@@ -1,0 +1,18 @@
+"""The tests of test_cuda_lists.py with the kernels on the GPU: the orders of threads are the hardware's, at each repetition."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import test_cuda_lists
+from test_cuda_lists import *  # noqa: F403
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_the_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror = gpu.mirror()
+    monkeypatch.setattr(test_cuda_lists, "emulated", lambda: mirror)
+    monkeypatch.setattr(test_cuda_lists, "ordered", nullcontext)
+    monkeypatch.setattr(test_cuda_lists, "launches", gpu.launches)
