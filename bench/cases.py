@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+_BYTES_OF_A_COMPARISON = 120  # for each element: all providers' weights, gradients and states at once, and some room
+_CPU = torch.device("cpu")
 GRAD_NORM = 8.0  # of every case's gradients: clipping to 1 always has something to do
 
 
@@ -21,16 +23,25 @@ class Case:
     Args:
         host_bound: the tensors are so small that Python and bookkeeping count: the kernels are timed alone, too.
         bandwidth: there are enough bytes for a bandwidth probe to say something.
+        device: where the tensors are.
+        gpu: it is a GPU: others are worth comparing with than on a CPU.
     """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
     host_bound: bool = False
     bandwidth: bool = True
+    device: torch.device = _CPU
+    gpu: bool = False
 
     @property
     def elements(self) -> int:
         return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def at_once(self) -> int:
+        """Elements that a check looks at together: few launches on a GPU, on a CPU intermediates that fit the cache."""
+        return 16 * AT_ONCE if self.gpu else AT_ONCE
 
     def weights(self) -> list[Tensor]:
         """float32, of the size trained weights have."""
@@ -41,8 +52,8 @@ class Case:
         return self._normal(seed=1, std=GRAD_NORM / math.sqrt(self.elements))
 
     def _normal(self, seed: int, std: float) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return [torch.empty(shape).normal_(std=std, generator=generator) for shape in self.shapes]
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return [torch.empty(shape, device=self.device).normal_(std=std, generator=generator) for shape in self.shapes]
 
 
 def flat(elements: int, name: str) -> Case:
@@ -57,6 +68,15 @@ def gpt2(width: int, vocabulary: int, context: int, layers: int) -> Case:
         shapes += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
     case = Case("", (*shapes, (width,), (width,)))
     return Case(f"GPT-2-like {_short(case.elements)}, {len(case.shapes)} tensors", case.shapes)
+
+
+def llama(layers: int, width: int = 4096, hidden: int = 11008, vocabulary: int = 32000) -> Case:
+    """Llama-7B's tensors with fewer layers than its 32 (Touvron et al., "LLaMA", 2023)."""
+    shapes: list[tuple[int, ...]] = [(vocabulary, width)]
+    for _ in range(layers):
+        shapes += [(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden), (width,), (width,)]
+    case = Case("", (*shapes, (width,), (vocabulary, width)))
+    return Case(f"Llama-7B-shaped, {layers} of 32 layers, {_short(case.elements)}", case.shapes)
 
 
 def tiny(count: int) -> Case:
@@ -74,6 +94,21 @@ def standard(quick: bool) -> list[Case]:
     if quick:
         return [flat(2**17, "flat 128 K"), gpt2(64, 256, 64, 2), tiny(100), scalars(100)]
     return [flat(2**26, "flat 64 M"), gpt2(576, 50257, 1024, 12), tiny(5000), scalars(300), scalars(5000)]
+
+
+def on_gpu(device: torch.device, memory: int, quick: bool) -> list[Case]:
+    """The cases of every bench on a GPU.
+
+    Args:
+        memory: free bytes on it. The optimizer's comparisons take about 100 for each element.
+    """
+    if quick:
+        chosen = [llama(1, 64, 172, 320), gpt2(64, 256, 64, 2), tiny(100), scalars(100)]
+    else:
+        fitting = [n for n in range(1, 33) if llama(n).elements * _BYTES_OF_A_COMPARISON <= memory]
+        chosen = [llama(fitting[-1])] if fitting else []
+        chosen += [gpt2(768, 50257, 1024, 12), tiny(5000), scalars(300)]
+    return [replace(case, device=device, gpu=True) for case in chosen]
 
 
 def _short(elements: int) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from halfstep.bench import cases, harness, machine, table
+from halfstep.bench import cases, clocks, harness, machine, table
+from halfstep.bench.gpu_clock import CudaClock
 
 Comparisons = Callable[[list[cases.Case], str], Iterator[harness.Comparison]]
 
@@ -27,7 +28,7 @@ def run_bench(name: str, about: str, comparisons: Comparisons, arguments: Sequen
     if given.threads:
         torch.set_num_threads(given.threads)
     folder = given.out or (None if given.quick else machine.results_folder())
-    path = None if folder is None else folder / f"{name}.jsonl"
+    path = None if folder is None else folder / (f"{name}.jsonl" if given.device == "cpu" else f"{name}-gpu.jsonl")
     rounds = given.rounds or (3 if given.quick else 15)
     try:
         run = {
@@ -36,9 +37,10 @@ def run_bench(name: str, about: str, comparisons: Comparisons, arguments: Sequen
             "bench": name,
             "command": shlex.join(["halfstep", "bench", name, *arguments]),
             "quick": given.quick,
-            **machine.facts(),
+            **machine.facts(given.device),
         }
-        found = harness.run(comparisons(cases.standard(given.quick), given.only), rounds)
+        chosen, clock = _place(given.device, given.quick)
+        found = harness.run(comparisons(chosen, given.only), rounds, clock=clock, go_on=given.device != "cpu")
         rows = [_kept(run | row, path) for row in found]
     except (harness.WrongResultError, machine.NothingToTimeError) as error:
         sys.exit(f"halfstep bench {name}: {error}")
@@ -46,11 +48,31 @@ def run_bench(name: str, about: str, comparisons: Comparisons, arguments: Sequen
         sys.exit(f"halfstep bench {name}: no job's name contains {given.only!r}")
     if given.json:
         print("\n".join(json.dumps(row) for row in rows))
-        return
+    else:
+        _show(rows, path)
+    failures = [f"{row['case']}, {row['what']}: {row['provider']}" for row in rows if harness.failed(row)]
+    if failures:
+        sys.exit(f"halfstep bench {name}: not timed because of failures: {'; '.join(failures)}")
+
+
+def _place(device: str, quick: bool) -> tuple[list[cases.Case], clocks.Clock]:
+    """The cases for a device, and how to time there."""
+    if device == "cpu":
+        return cases.standard(quick), clocks.HOST
+    gpu = machine.gpu()
+    return cases.on_gpu(gpu, torch.cuda.mem_get_info(gpu)[0], quick), CudaClock(gpu)
+
+
+def _show(rows: list[dict[str, Any]], path: Path | None) -> None:
     console = Console(highlight=False)
     for part in table.terminal(rows):
         console.print(part)
     console.print("\nspeed-up: against the provider at 1.00x; of probe: the bytes the job cannot avoid over its time")
+    if rows[0]["device"] != "cpu":
+        console.print(
+            "ms: on an idle GPU; GPU ms: its own share; host us: until the call returns, GPU idle / busy; "
+            "kernels: of one call; probe: a copy on the device"
+        )
     console.print(table.caption(rows), soft_wrap=True, markup=False)
     kept = f"rows appended to {path}" if path else "a quick run is not kept (unless --out is given)"
     console.print(kept, soft_wrap=True)
@@ -62,6 +84,7 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="print the rows, one JSON object a line, instead of a table"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are")
     parser.add_argument("--only", default="", metavar="TEXT", help='only jobs whose "case: job" contains TEXT')
     parser.add_argument("--rounds", type=_positive, help="turns of every provider (default: 15, quick: 3)")
     parser.add_argument("--threads", type=_positive, help="torch.set_num_threads (default: as torch has it)")

@@ -73,7 +73,11 @@ def cast(case: Case, source: torch.dtype, target: torch.dtype) -> Comparison:
 def unscale(case: Case) -> Comparison:
     """float32 gradients times 1 / scale in place, with the overflow check."""
     source = case.gradients()
-    flat, inverse, found = Flat(source), torch.tensor([INVERSE_SCALE]), torch.zeros(1)
+    flat, inverse, found = (
+        Flat(source),
+        torch.tensor([INVERSE_SCALE], device=case.device),
+        torch.zeros(1, device=case.device),
+    )
 
     def provider(name: str, job: Callable[[list[Tensor]], Any]) -> Provider:
         return Provider(name, lambda: Call(job, [t.clone() for t in source], source, "grad"), 2 * F32.itemsize)
@@ -91,7 +95,7 @@ def unscale(case: Case) -> Comparison:
 def norm(case: Case, dtype: torch.dtype) -> Comparison:
     """Global norm and overflow check, in one number each. torch's own function gives a bfloat16 norm of bfloat16."""
     grads = [t.to(dtype) for t in case.gradients()]
-    truth = torch.tensor([Flat(grads).norm()], dtype=torch.float64)
+    truth = torch.tensor([Flat(grads).norm()], dtype=torch.float64, device=case.device)
 
     def torch_norm(tensors: list[Tensor]) -> Tensor:
         total = nn.utils.get_total_norm(tensors, foreach=True)

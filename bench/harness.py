@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.bench.cases import AT_ONCE, Case, Flat
-from halfstep.ops import backend
+from halfstep.bench.cases import Case, Flat
+from halfstep.bench.clocks import HOST, Clock, Runner, Sample, Timing
 
 PROBE = "bandwidth probe"
-PROBE_BYTES = 28  # per element, Adam's float32 traffic: p, m, v read and written, g read
+FAILED = "FAILED:"  # how the reason begins why a provider that should run is left out
 _VISIT_SECONDS = 0.02  # a provider's turn in a round repeats short calls for this long
 _MOST_CALLS = 50  # ... but not more often than this
 
@@ -32,21 +30,6 @@ class UnavailableError(Exception):
 
 class WrongResultError(RuntimeError):
     """A provider computes something else than it should, so its time means nothing."""
-
-
-class Runner(ABC):
-    """One provider at work on its own tensors."""
-
-    @abstractmethod
-    def __call__(self) -> None:
-        """The job, once."""
-
-    @abstractmethod
-    def results(self) -> dict[str, Sequence[Tensor]]:
-        """Everything the job has written, by the names the comparison's `expected` uses."""
-
-    def prepare(self) -> None:  # noqa: B027  most jobs have nothing to put back
-        """Runs before every call, not timed: puts back what the call uses up."""
 
 
 # (begin, end) -> {result name: (true values, allowed absolute error)} for those elements of the results laid end to end
@@ -79,60 +62,61 @@ class Comparison:
     elements: int | None = None
 
 
-class Timing(NamedTuple):
-    wall: list[float]  # seconds of each call
-    cpu: list[float]  # the same, summed over all threads of the process
-
-
-class Probe(Runner):
-    """What this machine's memory can do: Adam's traffic with three additions for arithmetic."""
-
-    def __init__(self, elements: int):
-        self._kernels: Any = backend.native_cpu_module()[0]
-        # Not zeros: the kernel would map their untouched pages to one, and reading it costs nothing.
-        self._buffers = [torch.full((elements,), 0.5**24) for _ in "pgmv"]
-
-    def __call__(self) -> None:
-        addresses = [b.data_ptr() for b in self._buffers]
-        self._kernels.probe_(*addresses, n=self._buffers[0].numel(), threads=torch.get_num_threads(), isa="")
-
-    def results(self) -> dict[str, Sequence[Tensor]]:
-        return {}
-
-
-def run(comparisons: Iterable[Comparison], rounds: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+def run(
+    comparisons: Iterable[Comparison], rounds: int, seed: int = 0, clock: Clock = HOST, go_on: bool = False
+) -> Iterator[dict[str, Any]]:
     """Checks and times each comparison; yields its rows (without the facts of machine and run, see machine.py).
 
-    Raises WrongResultError before anything of that comparison is timed.
+    Args:
+        go_on: a provider that gives wrong results or runs out of memory is left out and says so in its row, as one that
+            is not there. Otherwise WrongResultError, before anything of that comparison is timed.
     """
     for comparison in comparisons:
-        yield from _rows_of(comparison, rounds, seed)
+        yield from _rows_of(comparison, rounds, seed, clock, go_on)
 
 
-def _rows_of(comparison: Comparison, rounds: int, seed: int) -> list[dict[str, Any]]:
-    runners: dict[str, Runner] = {}
-    skipped: dict[str, str] = {}
-    errors: dict[str, float] = {}
-    for provider in comparison.providers:
-        try:
-            runners[provider.name] = provider.make()
-        except UnavailableError as reason:
-            skipped[provider.name] = str(reason)
-            continue
-        errors[provider.name] = check(comparison, provider, runners[provider.name])
+def _rows_of(comparison: Comparison, rounds: int, seed: int, clock: Clock, go_on: bool) -> list[dict[str, Any]]:
+    runners, errors, skipped = _checked(comparison, go_on)
+    launches = {name: clock.launches(runner) for name, runner in runners.items()}
+    providers, probe_bytes = [*comparison.providers], 0.0
     if comparison.case.bandwidth:
-        runners[PROBE] = Probe(comparison.case.elements)
+        runners[PROBE] = probe = clock.probe(comparison.case)
+        probe_bytes = probe.bytes_moved
+        providers.append(Provider(PROBE, lambda: probe, probe_bytes / comparison.case.elements))
     load_before = os.getloadavg()[0]
-    timings = measure(runners, rounds, seed)
+    timings = measure(runners, rounds, seed, clock)
     load = (round(load_before, 2), round(os.getloadavg()[0], 2))
-    providers = [*comparison.providers]
-    if PROBE in runners:
-        providers.append(Provider(PROBE, lambda: runners[PROBE], PROBE_BYTES))
     rows = []
     for provider in providers:
-        rows.append(_row(comparison, provider, timings) | {"error": errors.get(provider.name), "load": load})
-        rows[-1]["skipped"] = skipped.get(provider.name)
+        rows.append(
+            _row(comparison, provider, timings, probe_bytes) | {"error": errors.get(provider.name), "load": load}
+        )
+        rows[-1] |= {"skipped": skipped.get(provider.name), "launches": launches.get(provider.name)}
     return rows
+
+
+def _checked(comparison: Comparison, go_on: bool) -> tuple[dict[str, Runner], dict[str, float], dict[str, str]]:
+    """(who is ready to be timed, their errors, why the others are not), by the providers' names."""
+    runners: dict[str, Runner] = {}
+    errors: dict[str, float] = {}
+    skipped: dict[str, str] = {}
+    for provider in comparison.providers:
+        try:
+            runner = provider.make()
+            errors[provider.name] = check(comparison, provider, runner)
+            runners[provider.name] = runner
+        except UnavailableError as reason:
+            skipped[provider.name] = str(reason)
+        except (WrongResultError, torch.OutOfMemoryError) as failure:
+            if not go_on:
+                raise
+            skipped[provider.name] = f"{FAILED} {str(failure).splitlines()[0]}"
+    return runners, errors, skipped
+
+
+def failed(row: dict[str, Any]) -> bool:
+    """True for the row of a provider that should have been timed and could not be."""
+    return (row["skipped"] or "").startswith(FAILED)
 
 
 def check(comparison: Comparison, provider: Provider, runner: Runner) -> float:
@@ -146,11 +130,12 @@ def check(comparison: Comparison, provider: Provider, runner: Runner) -> float:
         if len(result) != total:
             raise WrongResultError(f"{provider.name}: {key} has {len(result)} elements, expected {total}")
     worst = 0.0
-    for begin in range(0, total, AT_ONCE):
-        expected = (provider.expected or comparison.expected)(begin, min(begin + AT_ONCE, total))
+    at_once = comparison.case.at_once
+    for begin in range(0, total, at_once):
+        expected = (provider.expected or comparison.expected)(begin, min(begin + at_once, total))
         for key, result in results.items():
             truth, allowed = expected[key]
-            found = result[begin : begin + AT_ONCE].double()
+            found = result[begin : begin + at_once].double()
             error = (found - truth).abs()
             wrong = ~(error <= allowed)  # this way round, NaN is wrong
             if wrong.any():
@@ -163,41 +148,33 @@ def check(comparison: Comparison, provider: Provider, runner: Runner) -> float:
     return worst
 
 
-def measure(runners: dict[str, Runner], rounds: int, seed: int) -> dict[str, Timing]:
+def measure(runners: dict[str, Runner], rounds: int, seed: int, clock: Clock = HOST) -> dict[str, Timing]:
     """Every runner has a turn in each round, in an order shuffled anew. Python's collector stays on, as in training."""
     calls = {}
     for name, runner in runners.items():
-        seconds = _timed(runner)[0]
+        seconds = clock.time(runner).wall
         calls[name] = max(1, min(_MOST_CALLS, math.ceil(_VISIT_SECONDS / seconds)))
-    timings = {name: Timing([], []) for name in runners}
+    samples: dict[str, list[Sample]] = {name: [] for name in runners}
     order = list(runners)
     shuffle = random.Random(seed).shuffle
     for _ in range(rounds):
         shuffle(order)
         for name in order:
-            for _ in range(calls[name]):
-                wall, cpu = _timed(runners[name])
-                timings[name].wall.append(wall)
-                timings[name].cpu.append(cpu)
-    return timings
+            samples[name] += (clock.time(runners[name]) for _ in range(calls[name]))
+    return {name: Timing.of(taken) for name, taken in samples.items()}
 
 
-def _timed(runner: Runner) -> tuple[float, float]:
-    runner.prepare()
-    cpu, wall = time.process_time(), time.perf_counter()
-    runner()
-    wall = time.perf_counter() - wall
-    return wall, time.process_time() - cpu
-
-
-def _row(comparison: Comparison, provider: Provider, timings: dict[str, Timing]) -> dict[str, Any]:
-    """The figures of one provider; those that do not apply are None."""
+def _row(
+    comparison: Comparison, provider: Provider, timings: dict[str, Timing], probe_bytes: float = 0.0
+) -> dict[str, Any]:
+    """The figures of one provider; those that do not apply are None. One call of the probe moves `probe_bytes`."""
     case = comparison.case
     row: dict[str, Any] = {
         "case": case.name, "tensors": len(case.shapes), "elements": case.elements, "what": comparison.what,
         "provider": provider.name, "baseline": comparison.baseline, "calls": 0,
         "bytes_per_element": provider.bytes_per_element,
         **dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "cpu_ms", "cpu_per_wall", "speedup", "gb_per_s", "of_probe")),
+        **dict.fromkeys(("device_ms", "host_us", "host_busy_us")),
     }  # fmt: skip
     timing = timings.get(provider.name)
     if timing is None:
@@ -206,12 +183,16 @@ def _row(comparison: Comparison, provider: Provider, timings: dict[str, Timing])
     row |= {"calls": len(timing.wall), "median_ms": median * 1e3, "p20_ms": p20 * 1e3, "p80_ms": p80 * 1e3}
     row["cpu_ms"] = quantiles(timing.cpu, (0.5,))[0] * 1e3
     row["cpu_per_wall"] = sum(timing.cpu) / sum(timing.wall)
+    for field, values, unit in (
+        ("device_ms", timing.device, 1e3), ("host_us", timing.host, 1e6), ("host_busy_us", timing.host_busy, 1e6),
+    ):  # fmt: skip
+        row[field] = quantiles(values, (0.5,))[0] * unit if values else None
     if comparison.baseline in timings and provider.name != PROBE:
         row["speedup"] = quantiles(timings[comparison.baseline].wall, (0.5,))[0] / median
     if provider.bytes_per_element is not None and PROBE in timings:
         speed = provider.bytes_per_element * case.elements / median
         row["gb_per_s"] = speed / 1e9
-        row["of_probe"] = speed / (PROBE_BYTES * case.elements / quantiles(timings[PROBE].wall, (0.5,))[0])
+        row["of_probe"] = speed / (probe_bytes / quantiles(timings[PROBE].wall, (0.5,))[0])
     return row
 
 

@@ -32,6 +32,14 @@ def bf16_phase(case: Case) -> Comparison:
         Provider("torch", lambda: phases.TorchPhase(phases.clones(w), g), _FP32_MASTER_PHASE, torchs),
         Provider("torch, expert", lambda: phases.TorchExpert(phases.clones(w), g), _FP32_MASTER_PHASE, torchs),
     ]
+    if case.gpu:
+        foreach = Provider(
+            "torch, foreach",
+            lambda: phases.TorchPhase(phases.clones(w), g, foreach=True),
+            _FP32_MASTER_PHASE,
+            torchs,
+        )
+        providers.append(foreach)
     if case.host_bound:
         alone = Provider(
             "halfstep, kernels alone",
@@ -53,6 +61,14 @@ def fp16_phase(case: Case) -> Comparison:
         ),
         Provider("torch", lambda: phases.TorchScaled(phases.clones(w), g), _FP32_MASTER_PHASE, torchs),
     ]
+    if case.gpu:
+        foreach = Provider(
+            "torch, foreach",
+            lambda: phases.TorchScaled(phases.clones(w), g, foreach=True),
+            _FP32_MASTER_PHASE,
+            torchs,
+        )
+        providers.append(foreach)
     return Comparison(case, "fp16 phase, loss scaler", "torch", providers, exact, accuracy.STEPS_CHECKED)
 
 
@@ -62,10 +78,13 @@ def fp32_step(case: Case) -> Comparison:
         Provider("halfstep", lambda: phases.Halfstep(phases.clones(w), g), _FP32_STEP),
         Provider("torch, fused", lambda: phases.Torch(phases.clones(w), g, fused=True), _FP32_STEP),
         Provider("torch, foreach", lambda: phases.Torch(phases.clones(w), g, foreach=True), _FP32_STEP),
-        Provider("torch, for-loop", lambda: phases.Torch(phases.clones(w), g, foreach=False), _FP32_STEP),
-        Provider("DeepSpeed CPUAdam", lambda: phases.DeepSpeed(phases.clones(w), g), _FP32_STEP),
-        Provider("bitsandbytes AdamW32bit", lambda: phases.Bitsandbytes(phases.clones(w), g), _FP32_STEP),
     ]
+    if not case.gpu:
+        providers += [
+            Provider("torch, for-loop", lambda: phases.Torch(phases.clones(w), g, foreach=False), _FP32_STEP),
+            Provider("DeepSpeed CPUAdam", lambda: phases.DeepSpeed(phases.clones(w), g), _FP32_STEP),
+            Provider("bitsandbytes AdamW32bit", lambda: phases.Bitsandbytes(phases.clones(w), g), _FP32_STEP),
+        ]
     if case.host_bound:
         alone = Provider(
             "halfstep, kernels alone",

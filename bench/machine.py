@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from halfstep import doctor
+from halfstep.ops import backend
 
 HERE = Path(__file__).resolve().parent
 
@@ -19,8 +20,36 @@ class NothingToTimeError(RuntimeError):
     """This installation has no kernels of its own."""
 
 
-def facts() -> dict[str, Any]:
+def facts(device: str = "cpu") -> dict[str, Any]:
     """Device, threads, instruction set, versions, commit. Raises NothingToTimeError without native kernels."""
+    return _host_facts() | (_gpu_facts() if device == "cuda" else {})
+
+
+def gpu() -> torch.device:
+    """The current CUDA device."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _gpu_facts() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        raise NothingToTimeError(f"torch finds no CUDA device here. {doctor.gpu_sentence()}")
+    module, why_not = backend.native_cuda_module()
+    if module is None or backend.choose(gpu()).name != "native":
+        why_not = why_not or "they have no code for this GPU"
+        raise NothingToTimeError(f"halfstep's CUDA kernels cannot run here ({why_not}); `halfstep doctor` says more.")
+    properties = torch.cuda.get_device_properties(gpu())
+    return {
+        "device": "cuda",
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "gpu_memory": properties.total_memory,
+        "driver": doctor._nvidia_driver(),
+        "cuda": torch.version.cuda,
+        "archs": module.archs,
+    }
+
+
+def _host_facts() -> dict[str, Any]:
     found = doctor.collect()
     if not found.native_cpu.get("built"):
         raise NothingToTimeError(

@@ -59,7 +59,7 @@ class HalfstepScaled(Halfstep):
 
     def __init__(self, weights: list[Tensor], grads: list[Tensor], **options: Any):
         super().__init__(weights, grads, **options)
-        self.scaler = hs.LossScaler("cpu", LOSS_SCALE, growth_interval=_NEVER)
+        self.scaler = hs.LossScaler(weights[0].device, LOSS_SCALE, growth_interval=_NEVER)
 
     def __call__(self) -> None:
         self.scaler.step(self.optimizer)
@@ -71,15 +71,15 @@ class KernelsAlone(Halfstep):
 
     def __init__(self, weights: list[Tensor], grads: list[Tensor], phase: bool):
         super().__init__(weights, grads)
-        rows = []
+        rows, device = [], weights[0].device
         for i, param in enumerate(self.params):
             master = {"master": param.detach().float()} if param.dtype != torch.float32 else {}
             moments = {key: torch.zeros_like(param, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
-            state = {"step": torch.zeros((), dtype=torch.int64), **moments, **master}
+            state = {"step": torch.zeros((), dtype=torch.int64, device=device), **moments, **master}
             self.optimizer.state[param] = state
             kept = state["exp_avg"], state["exp_avg_sq"], None, state.get("master"), state["step"]
             rows.append(AdamRow(param.detach(), *kept, group=0, param_id=i, first_index=0))
-        self._plan = backend.choose(torch.device("cpu")).AdamPlan(rows)
+        self._plan = backend.choose(device).AdamPlan(rows)
         self._plan.set_grads(grads)
         self._phase = phase
         beta1, beta2 = HYPER["betas"]
@@ -148,11 +148,12 @@ class TorchPhase(Torch):
     step to step, so nothing is allocated here.
     """
 
-    def __init__(self, weights: list[Tensor], grads: list[Tensor]):
+    def __init__(self, weights: list[Tensor], grads: list[Tensor], **options: Any):
         self.weights, self.narrow_grads = weights, grads
-        super().__init__([w.float() for w in weights], [g.float() for g in grads], fused=True)
+        super().__init__([w.float() for w in weights], [g.float() for g in grads], **(options or {"fused": True}))
         self.wide_grads = [p.grad for p in self.params if p.grad is not None]
-        self.found_inf, self.one = torch.zeros(1), torch.ones(1)
+        device = weights[0].device
+        self.found_inf, self.one = torch.zeros(1, device=device), torch.ones(1, device=device)
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -180,11 +181,11 @@ class TorchExpert(TorchPhase):
     def __call__(self) -> None:
         torch_lists.copy_(self.wide_grads, self.narrow_grads)
         norm = nn.utils.get_total_norm(self.wide_grads, foreach=True)
-        if not norm.isfinite().item():
+        if norm.device.type == "cpu" and not norm.isfinite().item():
             return
         optimizer: Any = self.optimizer
         optimizer.grad_scale = ((norm + 1e-6) / MAX_NORM).clamp(min=1.0)
-        optimizer.found_inf = torch.zeros(())
+        optimizer.found_inf = norm.isfinite().logical_not().float()  # on a GPU nobody waits for it
         optimizer.step()
         torch_lists.copy_(self.weights, self.params)
 
@@ -192,10 +193,10 @@ class TorchExpert(TorchPhase):
 class TorchScaled(TorchPhase):
     """TorchPhase under torch.amp.GradScaler."""
 
-    def __init__(self, weights: list[Tensor], grads: list[Tensor]):
-        super().__init__(weights, grads)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=LOSS_SCALE, growth_interval=_NEVER)
-        self.scaler.scale(torch.ones(1))  # makes the scale, which step() wants to find
+    def __init__(self, weights: list[Tensor], grads: list[Tensor], **options: Any):
+        super().__init__(weights, grads, **options)
+        self.scaler = torch.amp.GradScaler(weights[0].device.type, init_scale=LOSS_SCALE, growth_interval=_NEVER)
+        self.scaler.scale(torch.ones(1, device=weights[0].device))  # makes the scale, which step() wants to find
 
     @torch.no_grad()
     def __call__(self) -> None:

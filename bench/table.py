@@ -21,6 +21,8 @@ from halfstep.bench import machine
 from halfstep.bench.harness import PROBE
 
 Row = dict[str, Any]
+_HOST_COLUMNS = (("ms", 8), ("p20-p80", 11), ("speed-up", 8), ("of probe", 8), ("CPU/wall", 8))
+_GPU_COLUMNS = (("ms", 7), ("GPU ms", 7), ("host us", 11), ("speed-up", 8), ("of probe", 8), ("kernels", 7))
 
 
 def read(path: Path, run: str | None = None) -> list[Row]:
@@ -38,8 +40,8 @@ def terminal(rows: Sequence[Row]) -> Iterator[RenderableType]:
     """All figures of all rows, a table for each job; 80 columns suffice."""
     for (case, what), job in groupby(rows, key=lambda row: (row["case"], row["what"])):
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_column("", width=26)
-        for name, width in (("ms", 8), ("p20-p80", 11), ("speed-up", 8), ("of probe", 8), ("CPU/wall", 8)):
+        table.add_column("", width=26 if rows[0]["device"] == "cpu" else 20)
+        for name, width in _HOST_COLUMNS if rows[0]["device"] == "cpu" else _GPU_COLUMNS:
             table.add_column(name, width=width, justify="right", no_wrap=True)
         for row in job:
             table.add_row(escape(row["provider"]), *(("skipped",) if row["skipped"] else _figures(row)))
@@ -50,13 +52,12 @@ def terminal(rows: Sequence[Row]) -> Iterator[RenderableType]:
 
 
 def _figures(row: Row) -> tuple[str, ...]:
-    return (
-        _ms(row["median_ms"]),
-        f"{_ms(row['p20_ms'])}-{_ms(row['p80_ms'])}",
-        _shown(row["speedup"], "{:.2f}x"),
-        _shown(row["of_probe"], "{:.0%}"),
-        f"{row['cpu_per_wall']:.2f}",
-    )
+    compared = _shown(row["speedup"], "{:.2f}x"), _shown(row["of_probe"], "{:.0%}")
+    if row["device"] == "cpu":
+        spread = f"{_ms(row['p20_ms'])}-{_ms(row['p80_ms'])}"
+        return _ms(row["median_ms"]), spread, *compared, f"{row['cpu_per_wall']:.2f}"
+    hosts = f"{row['host_us']:.0f} / {row['host_busy_us']:.0f}"
+    return _ms(row["median_ms"]), _ms(row["device_ms"]), hosts, *compared, _shown(row["launches"], "{}")
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -98,8 +99,11 @@ def caption(rows: Sequence[Row]) -> str:
     commit = (
         f"commit {row['commit'][:10]}" + (" with changes" if row["dirty"] else "") if row["commit"] else "no commit"
     )
+    device = f"{row['cpu']}, {row['threads']} thread{'s' if row['threads'] > 1 else ''}, {row['isa']}"
+    if row["device"] == "cuda":
+        device = f"{row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}; {row['cpu']}"
     facts = [
-        f"{row['cpu']}, {row['threads']} thread{'s' if row['threads'] > 1 else ''}, {row['isa']}",
+        device,
         versions,
         f"{commit}, {row['date'][:10]}",
         f"`{row['command']}`",

@@ -20,10 +20,12 @@ from halfstep.bench.harness import Comparison, Provider, Runner
 pytest.importorskip("halfstep._cpu", reason="the benches time the native kernels, and they are not built here")
 
 FIGURES = {"median_ms", "p20_ms", "p80_ms", "cpu_ms", "cpu_per_wall"}
+GPU_FIGURES = {"device_ms", "host_us", "host_busy_us", "launches"}
 FIELDS = FIGURES | {
     "run", "date", "bench", "command", "quick", "device", "cpu", "cores", "threads", "isa", "torch_isa", "openmp",
     "compiler", "platform", "versions", "commit", "dirty", "case", "tensors", "elements", "what", "provider",
     "baseline", "calls", "bytes_per_element", "speedup", "gb_per_s", "of_probe", "error", "load", "skipped",
+    *GPU_FIGURES,
 }  # fmt: skip
 
 
@@ -146,7 +148,7 @@ def test_figures_come_from_the_times() -> None:
         "base": harness.Timing([0.006, 0.006], [0.1, 0.1]),
         harness.PROBE: harness.Timing([0.003], [0.003]),
     }
-    row = harness._row(comparison, provider, timings)
+    row = harness._row(comparison, provider, timings, 28 * 4)
     assert row["median_ms"] == pytest.approx(3.0)
     assert row["speedup"] == pytest.approx(2.0)
     assert row["cpu_per_wall"] == pytest.approx(2.0)

@@ -101,5 +101,5 @@ class CudaDevice:
 
 
 def kernels(events: Any, where: DeviceType) -> list[str]:
-    """halfstep's own among the events of a profile, by the namespace in their names."""
-    return [event.name for event in events if event.device_type == where and "halfstep::" in event.name]
+    """halfstep's own among the events of a profile, by their namespace."""
+    return [event.name for event in events if event.device_type == where and "halfstep" in event.name]

@@ -1,4 +1,4 @@
-"""The tests of test_cuda_optimizer.py with the kernels on the GPU: the orders of threads are the hardware's, at each repetition."""
+"""The tests of test_cuda_optimizer.py with the kernels on the GPU, whose order of threads is the hardware's."""
 
 from __future__ import annotations
 

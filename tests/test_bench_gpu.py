@@ -1,0 +1,133 @@
+"""The benches of a GPU where there is none: jobs on CPU tensors, a clock with a torch.cuda that does nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import fake_cuda, fake_profile
+from torch import Tensor
+
+from halfstep.bench import cases, clocks, command, gpu_clock, gradient_jobs, harness, jobs, machine, table
+from halfstep.ops import backend
+
+pytest.importorskip("halfstep._cpu", reason="CPU tensors take the place of the GPU's here")
+CPU = torch.device("cpu")
+NAMES = ["void halfstep::update_kernel<int>()", "Memcpy DtoH", "Memset", "Optimizer.step#AdamW.step", "other_kernel"]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    fakes = fake_cuda(monkeypatch)
+    monkeypatch.setattr(machine, "gpu", lambda: CPU)
+    monkeypatch.setattr(backend, "native_cuda_module", lambda: (SimpleNamespace(archs="90"), None))
+    monkeypatch.setattr(gpu_clock, "profile", fake_profile(NAMES))
+    monkeypatch.setattr(gpu_clock, "_PROBE_BYTES", 2**20)
+    return fakes
+
+
+@pytest.mark.parametrize(
+    ("name", "comparisons"), [("optimizer", jobs.comparisons), ("cast", gradient_jobs.comparisons)]
+)
+def test_a_quick_run(
+    name: str, comparisons: command.Comparisons, cuda: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.run_bench(name, "", comparisons, ["--device", "cuda", "--quick", "--rounds", "1", "--out", str(tmp_path)])
+    rows = [json.loads(line) for line in (tmp_path / f"{name}-gpu.jsonl").read_text("utf-8").splitlines()]
+    for row in rows:
+        assert row["skipped"] is None
+        assert (row["device"], row["gpu"], row["archs"], row["capability"]) == ("cuda", "Fake", "90", "9.0")
+        assert {"driver", "cuda", "commit", "date", "command", "versions"} <= row.keys()
+        assert row["median_ms"] == row["device_ms"] == 1.0
+        assert row["host_us"] > 0
+        assert row["host_busy_us"] > 0
+        probe = row["provider"] == harness.PROBE
+        assert row["launches"] == (None if probe else 2), "kernels alone are counted"
+        assert not probe or row["gb_per_s"] == pytest.approx(2 * 2**20 / 1e-3 / 1e9)
+    if name == "optimizer":
+        providers = {row["provider"] for row in rows if row["what"] == "bf16 phase"}
+        assert {"halfstep", "halfstep, split master", "torch", "torch, expert", "torch, foreach"} <= providers
+    shown = capsys.readouterr().out
+    assert "Fake, driver" in shown
+    assert "kernels" in shown
+    assert "GPU ms" in shown
+    assert "Llama-7B-shaped" in table.markdown(rows)
+
+
+def test_each_call_is_timed_idle_and_behind_a_pause(cuda: Any) -> None:
+    calls: list[str] = []
+
+    class Job(clocks.Runner):
+        def __call__(self) -> None:
+            calls.append("job")
+
+        def prepare(self) -> None:
+            calls.append("prepare")
+
+        def results(self) -> dict[str, list[Tensor]]:
+            return {}
+
+    cuda["_sleep"].side_effect = lambda cycles: calls.append("pause")
+    cuda["synchronize"].side_effect = lambda device: calls.append("wait")
+    cuda["Event"].return_value.record.side_effect = lambda: calls.append("event")
+    sample = gpu_clock.CudaClock(CPU).time(Job())
+    timed = ["event", "job", "event", "wait"]
+    assert calls == ["prepare", "wait", *timed, "prepare", "wait", "pause", *timed]
+    assert (sample.wall, sample.device) == (1e-3, 1e-3)
+
+
+def test_what_fails_is_left_out_and_said_at_the_end(cuda: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One provider must not cost the figures of the others; the exit status tells."""
+    check = harness.check
+
+    def fails(comparison: Any, provider: Any, runner: Any) -> float:
+        if provider.name == "torch":
+            raise harness.WrongResultError("torch gives weight[0] = 1")
+        if provider.name == "torch, expert":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+        return check(comparison, provider, runner)
+
+    monkeypatch.setattr(harness, "check", fails)
+    options = [
+        "--device",
+        "cuda",
+        "--quick",
+        "--rounds",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--only",
+        "tensors of 64-4,096: bf16",
+    ]
+    with pytest.raises(SystemExit, match=r"not timed because of failures: .*bf16 phase: torch;.*: torch, expert$"):
+        command.run_bench("optimizer", "", jobs.comparisons, options)
+    rows = {row["provider"]: row for row in table.read(tmp_path / "optimizer-gpu.jsonl")}
+    assert rows["torch"]["skipped"] == "FAILED: torch gives weight[0] = 1"
+    assert rows["torch, expert"]["skipped"] == "FAILED: CUDA out of memory."
+    assert rows["halfstep"]["median_ms"] == 1.0
+
+
+def test_without_a_gpu_the_bench_says_so() -> None:
+    with pytest.raises(SystemExit, match="torch finds no CUDA device here"):
+        command.run_bench("cast", "", gradient_jobs.comparisons, ["--device", "cuda", "--quick"])
+
+
+def test_without_kernels_for_it_the_bench_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch)
+    monkeypatch.setattr(backend, "native_cuda_module", lambda: (None, "halfstep._cuda is not built"))
+    with pytest.raises(SystemExit, match=r"cannot run here .halfstep._cuda is not built"):
+        command.run_bench("cast", "", gradient_jobs.comparisons, ["--device", "cuda", "--quick"])
+
+
+def test_the_cases_fit_the_memory() -> None:
+    assert cases.llama(32).elements == 6_738_415_616, "the published size of Llama-7B"
+    for memory in (2**33, 2**37, 2**38):
+        chosen = cases.on_gpu(CPU, memory, quick=False)
+        largest = max(case.elements for case in chosen)
+        assert largest * 100 <= max(memory, 125e6 * 100)
+        assert [case.name for case in chosen if "Llama" in case.name or memory == 2**33]
+        assert {case.gpu for case in chosen} == {True}
