@@ -3,10 +3,12 @@
 #   PYTHON=python3.12   the interpreter .venv is made from
 #   TORCH=torch==2.14.1 the torch that is installed when there is none; a torch >= 2.10 that is there is taken as it is
 #   NATIVE=optional     go on without the native modules when there is no compiler
+#   RESULTS=folder      where `make gpu` leaves its rows and its log (default: bench/results)
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 NATIVE ?= required
+RESULTS ?= bench/results
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -41,10 +43,7 @@ gate: $(VENV)/.native
 	$(PY) tests/gate.py
 
 gpu: $(VENV)/.native
-	$(PY) tests/gpu_state.py
-	$(PYTEST) tests
-	if [ -d tests/gpu ]; then $(PY) -m pytest tests/gpu --override-ini=addopts=-ra; fi
-	$(PY) -m halfstep bench
+	$(PY) tests/gpu_run.py '$(RESULTS)'
 
 versions: $(VENV)/.native
 	$(PY) tests/versions.py
@@ -61,6 +60,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	    || { echo "this Python has no venv module (Debian, Ubuntu: apt install python3-venv python3-dev)" >&2; exit 1; }
 	$(PYTHON) -m venv $$($(PYTHON) tests/torch_version.py >/dev/null 2>&1 && echo --system-site-packages) $(VENV)
+	@if $(PYTHON) tests/torch_version.py >/dev/null 2>&1; then $(PYTHON) tests/lend_packages.py $(VENV); fi
 
 # Torch before everything else: a CUDA build of torch brings its own triton, and only the lack of one adds another.
 $(VENV)/.deps: pyproject.toml | $(VENV)/bin/python

@@ -126,8 +126,23 @@ def test_a_base_interpreter_lends_its_torch_if_it_has_a_usable_one(usable: bool,
     python = executable(tmp_path / "python", f'echo "$@" >> {log}\n{answer}')
     done = make(root, f"{tmp_path}/venv/bin/python", f"VENV={tmp_path}/venv", f"PYTHON={python}")
     assert done.returncode == 0, done.stderr
-    created = log.read_text(encoding="utf-8").splitlines()[-1]
-    assert created == f"-m venv {'--system-site-packages ' if usable else ''}{tmp_path}/venv"
+    ran = log.read_text(encoding="utf-8").splitlines()
+    assert f"-m venv {'--system-site-packages ' if usable else ''}{tmp_path}/venv" in ran
+    assert (f"tests/lend_packages.py {tmp_path}/venv" in ran) == usable
+
+
+def test_a_virtual_environment_lends_its_packages(root: Path, tmp_path: Path) -> None:
+    """The option of the venv module does not: it reaches the interpreter below both."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(first)], check=True)
+    (site,) = first.glob("lib/python*/site-packages")
+    (site / "lent_by_a_test.py").write_text("", encoding="utf-8")
+    create = [str(first / "bin/python"), "-m", "venv", "--without-pip", "--system-site-packages", str(second)]
+    finds = [str(second / "bin/python"), "-c", "import lent_by_a_test"]
+    subprocess.run(create, check=True)
+    assert subprocess.run(finds, capture_output=True).returncode == 1
+    subprocess.run([str(first / "bin/python"), str(root / "tests/lend_packages.py"), str(second)], check=True)
+    subprocess.run(finds, check=True)
 
 
 def test_an_old_python_is_refused_in_words(root: Path, tmp_path: Path) -> None:

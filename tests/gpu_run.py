@@ -1,0 +1,126 @@
+"""`make gpu`: the tests that need a GPU, then the benches; each part in its own time, none stops those after it.
+
+    python tests/gpu_run.py FOLDER     rows of the benches and log.txt go to FOLDER
+
+Prints a short table of all parts and of the benches' headlines last; the exit status is 1 if any part failed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import gpu_state
+
+TESTS = [sys.executable, "-m", "pytest", "tests/gpu", "--override-ini=addopts=-ra", "-p", "no:cacheprovider"]
+SANITIZED = "test_functions_run_on_the_callers_stream or (test_steps and AdamW and (split or clip))"
+BUDGET = 420  # seconds for all parts: with a build from nothing before, less than nine minutes
+
+
+class Part(NamedTuple):
+    name: str
+    command: list[str]
+    seconds: int  # it is ended after that
+
+
+class Outcome(NamedTuple):
+    part: Part
+    result: str  # "passed" or what went wrong
+    seconds: float
+
+
+def parts(folder: Path) -> tuple[list[Part], str | None]:
+    """What is run, in order; and why something is left out."""
+    chosen, missing = [Part("tests on the GPU", [*TESTS, "-q", "--durations=10"], 170)], None
+    tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if tool is None:
+        missing = "compute-sanitizer is not on the PATH: memcheck, racecheck and initcheck were not run"
+    for check in ("memcheck", "racecheck", "initcheck") if tool else ():
+        # torch's own kernels are not ours to check, and they would take most of the time
+        watched = [
+            tool,
+            f"--tool={check}",
+            "--error-exitcode=9",
+            "--target-processes=all",
+            "--kernel-regex=kns=halfstep",
+        ]
+        chosen.append(Part(check, [*watched, *TESTS, "-q", "-x", "-k", SANITIZED], 40))
+    for bench, seconds in (("optimizer", 130), ("cast", 90)):
+        command = [sys.executable, "-m", "halfstep", "bench", bench, "--device", "cuda", "--out", str(folder)]
+        chosen.append(Part(f"bench {bench}", [*command, "--rounds", "7"], seconds))
+    return chosen, missing
+
+
+def run(chosen: Sequence[Part], log: Path, budget: float = BUDGET) -> list[Outcome]:
+    """Each part's output goes to the terminal and to the log."""
+    begun, outcomes = time.monotonic(), []
+    for part in chosen:
+        start = time.monotonic()
+        left = min(float(part.seconds), budget - (start - begun))
+        result = _run(part, left, log) if left > 5 else "not run: no time was left"
+        outcomes.append(Outcome(part, result, time.monotonic() - start))
+    return outcomes
+
+
+def _run(part: Part, seconds: float, log: Path) -> str:
+    heading = f"\n==== {part.name}: {' '.join(part.command)}\n"
+    with log.open("a", encoding="utf-8") as file:
+        file.write(heading)
+        print(heading, flush=True)
+        # tee, and not a loop of ours: what a part has printed is there however it ends
+        limited = ["timeout", "--kill-after=5", str(round(seconds)), *part.command]
+        child = subprocess.Popen(limited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert child.stdout is not None
+        for line in child.stdout:
+            print(line, end="", flush=True)
+            file.write(line)
+            file.flush()
+        status = child.wait()
+    if status in (124, 137):
+        return f"ended after {seconds:.0f} s"
+    return "passed" if status == 0 else f"failed with status {status}"
+
+
+def headlines(folder: Path) -> list[str]:
+    """halfstep's rows of this folder's newest runs: time, share of a copy's speed, against torch."""
+    lines = []
+    for path in sorted(folder.glob("*-gpu.jsonl")):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for row in rows:
+            if row["run"] == rows[-1]["run"] and row["provider"].startswith("halfstep") and not row["skipped"]:
+                share = "" if row["of_probe"] is None else f"{row['of_probe']:.0%} of copy"
+                speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
+                name = f"{row['what']}: {row['provider'].removeprefix('halfstep').removeprefix(', ')}".removesuffix(
+                    ": "
+                )
+                lines.append(
+                    f"{row['case'][:28]:28} {name[:34]:34} {row['median_ms']:9.3f} ms {share:>12} {speedup:>7} "
+                    f"host {row['host_us']:6.0f} us {row['launches']:3} kernels"
+                )
+    return lines
+
+
+def main(arguments: Sequence[str]) -> int:
+    folder = Path(arguments[0])
+    if gpu_state.main():
+        return 1
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen, missing = parts(folder)
+    outcomes = run(chosen, folder / "log.txt")
+    summary = ["", *headlines(folder), ""]
+    summary += [f"{o.part.name:20} {o.seconds:5.0f} s  {o.result}" for o in outcomes]
+    summary += [missing] if missing else []
+    print("\n".join(summary))
+    with (folder / "log.txt").open("a", encoding="utf-8") as file:
+        file.write("\n".join(summary) + "\n")
+    return int(any(outcome.result != "passed" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
