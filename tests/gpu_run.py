@@ -19,7 +19,8 @@ from typing import NamedTuple
 import gpu_state
 
 TESTS = [sys.executable, "-m", "pytest", "tests/gpu", "--override-ini=addopts=-ra", "-p", "no:cacheprovider"]
-SANITIZED = "test_functions_run_on_the_callers_stream or (test_steps and AdamW and (split or clip))"
+SANITIZED = "test_accumulate or test_statistics or (test_steps and AdamW and (split or master))"
+_REFUSED = "Device not supported"  # by compute-sanitizer, on some virtual machines
 BUDGET = 420  # seconds for all parts: with a build from nothing before, less than nine minutes
 
 
@@ -31,8 +32,12 @@ class Part(NamedTuple):
 
 class Outcome(NamedTuple):
     part: Part
-    result: str  # "passed" or what went wrong
+    result: str  # "passed", "not possible: ..." or what went wrong
     seconds: float
+
+    @property
+    def failed(self) -> bool:
+        return self.result != "passed" and not self.result.startswith("not possible")
 
 
 def parts(folder: Path) -> tuple[list[Part], str | None]:
@@ -42,14 +47,10 @@ def parts(folder: Path) -> tuple[list[Part], str | None]:
     if tool is None:
         missing = "compute-sanitizer is not on the PATH: memcheck, racecheck and initcheck were not run"
     for check in ("memcheck", "racecheck", "initcheck") if tool else ():
-        # torch's own kernels are not ours to check, and they would take most of the time
-        watched = [
-            tool,
-            f"--tool={check}",
-            "--error-exitcode=9",
-            "--target-processes=all",
-            "--kernel-regex=kns=halfstep",
-        ]
+        # Memory that torch keeps for itself would hide what is read beyond a tensor, or before it is written.
+        watched = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", tool, "--tool", check, "--error-exitcode", "9"]
+        if check != "initcheck":  # which has to see what torch's kernels write
+            watched += ["--kernel-regex", "kns=halfstep"]
         chosen.append(Part(check, [*watched, *TESTS, "-q", "-x", "-k", SANITIZED], 40))
     for bench, seconds in (("optimizer", 130), ("cast", 90)):
         command = [sys.executable, "-m", "halfstep", "bench", bench, "--device", "cuda", "--out", str(folder)]
@@ -73,15 +74,17 @@ def _run(part: Part, seconds: float, log: Path) -> str:
     with log.open("a", encoding="utf-8") as file:
         file.write(heading)
         print(heading, flush=True)
-        # tee, and not a loop of ours: what a part has printed is there however it ends
         limited = ["timeout", "--kill-after=5", str(round(seconds)), *part.command]
-        child = subprocess.Popen(limited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert child.stdout is not None
-        for line in child.stdout:
-            print(line, end="", flush=True)
-            file.write(line)
-            file.flush()
-        status = child.wait()
+        refused = False
+        with subprocess.Popen(limited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+            for line in child.stdout or ():
+                refused = refused or _REFUSED in line
+                print(line, end="", flush=True)
+                file.write(line)
+                file.flush()
+        status = child.returncode
+    if refused:
+        return f"not possible: {Path(part.command[2]).name} says {_REFUSED!r}"
     if status in (124, 137):
         return f"ended after {seconds:.0f} s"
     return "passed" if status == 0 else f"failed with status {status}"
@@ -119,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     print("\n".join(summary))
     with (folder / "log.txt").open("a", encoding="utf-8") as file:
         file.write("\n".join(summary) + "\n")
-    return int(any(outcome.result != "passed" for outcome in outcomes))
+    return int(any(outcome.failed for outcome in outcomes))
 
 
 if __name__ == "__main__":

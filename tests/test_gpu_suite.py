@@ -1,0 +1,185 @@
+"""`make gpu` and tests/gpu where there is no GPU: the tests hold under the emulator, the rest is not misspelt.
+
+Guards: a test that would fail on a GPU because of itself, one part that hides the others, a run without an end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gpu_run
+import pytest
+import torch
+from fake_cuda import fake_cuda, fake_profile
+
+from halfstep.bench import command
+from halfstep.ops import backend
+
+sys.path.append(str(Path(__file__).parent / "gpu"))
+
+import cuda_device  # pyright: ignore[reportMissingImports]
+
+pytest.importorskip("halfstep._cpu", reason="the CPU's kernels are the judge of the others")
+# Of the kernels' own tests a few: under the emulator they are run for themselves
+CHOSEN = (
+    "not kernels or (lists_kernels and (cast_of_lists or not_aligned or accumulate)) or "
+    "(optimizer_kernels and (three_launches or rate_on_the_device or changes_no_bit))"
+)
+
+
+def pytest_of_gpu(root: Path, *options: str) -> tuple[int, str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "--override-ini=addopts=-ra",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run([*command, *options], cwd=root, capture_output=True, text=True, timeout=500)
+    return done.returncode, done.stdout
+
+
+def test_the_gpus_tests_hold_under_the_emulator(root: Path) -> None:
+    status, told = pytest_of_gpu(root, "--stand-in", "-k", CHOSEN)
+    assert status == 0, told[-4000:]
+    assert "skipped" not in told
+    assert "xfailed" not in told
+
+
+def test_without_a_gpu_all_are_skipped_for_one_reason(root: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    status, told = pytest_of_gpu(root)
+    assert status == 0, told[-4000:]
+    (reason,) = [line for line in told.splitlines() if line.startswith("SKIPPED")]
+    assert "tests/gpu: torch finds no NVIDIA GPU here" in reason
+    assert "passed" not in told
+
+
+def test_the_sanitizers_have_something_to_do(root: Path) -> None:
+    status, told = pytest_of_gpu(root, "--stand-in", "--collect-only", "-k", gpu_run.SANITIZED)
+    assert status == 0, told[-4000:]
+    chosen = [line for line in told.splitlines() if "::" in line]
+    assert 5 <= len(chosen) <= 12
+    for part in ("test_accumulate", "test_statistics", "split", "no master"):
+        assert any(part in line for line in chosen), part
+
+
+# ---- the device, with a torch.cuda that does nothing -----------------------------------------------------------------
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return fake_cuda(monkeypatch)
+
+
+def test_memory_streams_and_waits_of_a_device(cuda: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = cuda_device.CudaDevice(torch.device("cuda", 0))
+    assert [device.index for device in gpu.others] == [1]
+    with gpu.no_waits():
+        cuda["set_sync_debug_mode"].assert_called_with("error")
+    cuda["set_sync_debug_mode"].assert_called_with(0)
+    with gpu.used(), gpu.side_stream():
+        cuda["_sleep"].assert_called_once()
+        cuda["stream"].assert_called_once_with(cuda["Stream"].return_value)
+    assert cuda["Stream"].return_value.wait_stream.called
+    cuda["current_stream"].return_value.wait_stream.assert_called_once_with(cuda["Stream"].return_value)
+    assert gpu.allocated() == 1000
+    assert gpu.peak_of(lambda: None) == 2000
+    assert gpu.free_bytes() == 100 * 2**30
+    done: list[int] = []
+    replay = gpu.capture(lambda: done.append(1))
+    assert done == [1]
+    cuda["graph"].assert_called_once_with(cuda["CUDAGraph"].return_value)
+    replay()
+    cuda["CUDAGraph"].return_value.replay.assert_called_once_with()
+    monkeypatch.setattr(backend, "native_cuda_module", lambda: (object(), None))
+    assert gpu.mirror().device == gpu.device
+
+
+def test_halfsteps_kernels_are_counted(cuda: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = cuda_device.CudaDevice(torch.device("cpu"))
+    monkeypatch.setattr(cuda_device, "profile", fake_profile(["void halfstep::update<1>(int)", "vectorized", "Memset"]))
+    with gpu.launches() as made:
+        pass
+    assert made == ["void halfstep::update<1>(int)"]
+
+
+# ---- make gpu --------------------------------------------------------------------------------------------------------
+def part(name: str, script: str, seconds: int = 60) -> gpu_run.Part:
+    return gpu_run.Part(name, [sys.executable, "-c", script], seconds)
+
+
+def test_a_part_that_fails_or_hangs_stops_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = gpu_run.Part("d", ["env", "A=1", "echo", "Device not supported"], 60)
+    chosen = [
+        part("a", "import sys; print('said', flush=True); sys.exit(3)"),
+        part("b", "import time; print('begun', flush=True); time.sleep(100)", seconds=6),
+        part("c", "print('reached')"),
+        refused,
+    ]
+    outcomes = gpu_run.run(chosen, tmp_path / "log.txt")
+    results = [outcome.result for outcome in outcomes]
+    assert results[:3] == ["failed with status 3", "ended after 6 s", "passed"]
+    assert results[3].startswith("not possible: echo says")
+    assert [outcome.failed for outcome in outcomes] == [True, True, False, False]
+    shown = capsys.readouterr().out
+    for words in ("said", "begun", "reached"):
+        assert words in (tmp_path / "log.txt").read_text("utf-8").splitlines()
+        assert words in shown.splitlines()
+
+
+def test_all_parts_together_have_a_limit(tmp_path: Path) -> None:
+    chosen = [part("long", "import time; time.sleep(100)"), part("late", "print(1)")]
+    outcomes = gpu_run.run(chosen, tmp_path / "log.txt", budget=7)
+    assert [outcome.result for outcome in outcomes] == ["ended after 7 s", "not run: no time was left"]
+    assert outcomes[1].failed
+
+
+@pytest.mark.parametrize("tool", ["/opt/compute-sanitizer", None])
+def test_the_parts(tool: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests first, then the sanitizers if they are there, then both benches; their options exist."""
+    monkeypatch.setattr(gpu_run.shutil, "which", lambda name: tool)
+    chosen, missing = gpu_run.parts(tmp_path)
+    checks = ["memcheck", "racecheck", "initcheck"] if tool else []
+    assert [p.name for p in chosen] == ["tests on the GPU", *checks, "bench optimizer", "bench cast"]
+    assert (missing is None) == (tool is not None)
+    assert sum(p.seconds for p in chosen) <= gpu_run.BUDGET + 100, "each limit is above what the part takes"
+    for p in chosen[-2:]:
+        options = p.command[p.command.index("bench") + 2 :]
+        given = command._parser("x", "").parse_args(options)
+        assert (given.device, given.out, given.quick) == ("cuda", tmp_path, False)
+
+
+def test_a_failed_part_is_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "run": "1", "provider": "halfstep", "skipped": None, "case": "GPT-2-like", "what": "bf16 phase",
+        "median_ms": 1.25, "of_probe": 0.5, "speedup": 2.0, "host_us": 80.4, "launches": 3,
+    }  # fmt: skip
+    rows = [{**row, "run": "0", "median_ms": 9.0}, row, {**row, "provider": "halfstep, split", "of_probe": None}]
+    (tmp_path / "optimizer-gpu.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    monkeypatch.setattr(gpu_run.gpu_state, "main", lambda: 0)
+    for script, status in (("pass", 0), ("exit(1)", 1)):
+        chosen = [part("only", script)]
+        monkeypatch.setattr(gpu_run, "parts", lambda folder, chosen=chosen: (chosen, "something was left out"))
+        assert gpu_run.main([str(tmp_path)]) == status
+        shown = capsys.readouterr().out.splitlines()
+        assert shown[-1] == "something was left out"
+        assert shown[-2].split()[0] == "only"
+        assert "1.250 ms" in shown[-5]
+        assert "2.00x" in shown[-5]
+        assert "split" in shown[-4]
+        assert not any("9.000" in line for line in shown)
+
+
+def test_without_a_gpu_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_run.gpu_state, "main", lambda: 1)
+    monkeypatch.setattr(gpu_run, "run", lambda *_: pytest.fail("something was run"))
+    assert gpu_run.main([str(tmp_path)]) == 1
