@@ -26,7 +26,7 @@ import cuda_device  # pyright: ignore[reportMissingImports]
 pytest.importorskip("halfstep._cpu", reason="the CPU's kernels are the judge of the others")
 # Of the kernels' own tests a few: under the emulator they are run for themselves
 CHOSEN = (
-    "not kernels or (lists_kernels and (cast_of_lists or not_aligned or accumulate)) or "
+    "not kernels or (lists_kernels and (cast_of_lists or not_aligned or test_accumulate)) or "
     "(optimizer_kernels and (three_launches or rate_on_the_device or changes_no_bit))"
 )
 
