@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.bench.cases import Case
@@ -55,7 +55,7 @@ class CudaClock(Clock):
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             runner()
             torch.cuda.synchronize(self._device)
-        names = [event.name for event in profiler.events() if event.device_type == DeviceType.CUDA]
+        names = [event.name for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
         return sum(not name.startswith(_NO_KERNEL) for name in names)
 
     def probe(self, case: Case) -> Probe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -44,11 +45,11 @@ class CudaDevice:
     def no_waits(self) -> Iterator[None]:
         """RuntimeError where torch waits for the device."""
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        _set_sync_debug_mode("error")
         try:
             yield
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            _set_sync_debug_mode(before)
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -98,6 +99,12 @@ class CudaDevice:
             yield made
             self.synchronize()
         made.extend(kernels(profiler.events(), DeviceType.CUDA))
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")  # said at the first use
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def kernels(events: Any, where: DeviceType) -> list[str]:

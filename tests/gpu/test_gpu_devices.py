@@ -107,7 +107,7 @@ def test_lists_past_31_bits(gpu: Any) -> None:
 
 def test_a_step_past_31_bits(gpu: Any) -> None:
     """The last elements get what they get in a short tensor on the CPU."""
-    numel = needs(gpu, NUMEL * (2 + 2 + 2 + 4 + 4))
+    numel = needs(gpu, NUMEL * (2 + 2 + 2 + 4 + 4 + 8))
     tail = torch.tensor(END, dtype=BFLOAT16)
     twins = Twins(gpu, BFLOAT16, weights=[tail], master="split", max_grad_norm=1.0)
     large = Parameter(torch.zeros(numel, dtype=BFLOAT16, device=gpu.device))

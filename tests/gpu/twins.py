@@ -72,10 +72,13 @@ class Twins:
         with self.gpu.used():
             self.there.step()
 
-    def assert_same(self) -> None:
-        """The same bits in all weights and states, and in what the last step says of itself."""
+    def assert_same_states(self) -> None:
         self.gpu.synchronize()
         assert_same({key: value.cpu() for key, value in held(self.there).items()}, held(self.host))
+
+    def assert_same(self) -> None:
+        """The same bits in all weights and states, and in what the last step says of itself."""
+        self.assert_same_states()
         for name in ("grad_norm", "skipped", "healed"):
             assert_same_bits(getattr(self.there, name).cpu(), getattr(self.host, name), name)
 
