@@ -1,4 +1,4 @@
-"""The list functions side by side with torch's own: cast_, unscale_, grad_stats, clip_grad_norm_.
+"""The list functions side by side with torch's own: casts, sums, unscaling, norms, clipping.
 
     halfstep bench cast [--quick] [--only "unscale_"]
 
@@ -14,7 +14,7 @@ from halfstep.bench.gradient_jobs import comparisons
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    about = "cast_, unscale_, grad_stats and clip_grad_norm_ of whole lists, halfstep against torch's own."
+    about = "cast_, accumulate_, unscale_, norms and clipping of whole lists, halfstep against torch's own."
     run_bench("cast", about, comparisons, arguments)
 
 

@@ -1,4 +1,4 @@
-"""The comparisons of the cast bench: multi-tensor casts, unscaling, norms and clipping outside the optimizer."""
+"""The comparisons of the cast bench: multi-tensor casts, sums, unscaling, norms and clipping outside the optimizer."""
 
 from __future__ import annotations
 
@@ -70,6 +70,25 @@ def cast(case: Case, source: torch.dtype, target: torch.dtype) -> Comparison:
     return Comparison(case, what, "torch, foreach", providers, expected)
 
 
+def accumulate(case: Case, dtype: torch.dtype) -> Comparison:
+    """Gradients added to float32 sums, in place."""
+    source, grads = case.weights(), [t.to(dtype) for t in case.gradients()]
+    sums, added = Flat(source), Flat(grads)
+
+    def provider(name: str, job: Callable[[list[Tensor]], Any]) -> Provider:
+        bytes_per_element = 2 * F32.itemsize + dtype.itemsize
+        return Provider(name, lambda: Call(job, [t.clone() for t in source], source, "sum"), bytes_per_element)
+
+    def expected(begin: int, end: int) -> dict[str, tuple[Tensor, Tensor]]:
+        return {"sum": accuracy.rounded(sums[begin:end].double() + added[begin:end].double(), F32)}
+
+    providers = [
+        provider("halfstep", lambda dst: hs.accumulate_(dst, grads)),
+        provider("torch, foreach", lambda dst: torch_lists.add_(dst, grads)),
+    ]
+    return Comparison(case, f"accumulate_ {_short(dtype)}", "torch, foreach", providers, expected)
+
+
 def unscale(case: Case) -> Comparison:
     """float32 gradients times 1 / scale in place, with the overflow check."""
     source = case.gradients()
@@ -117,6 +136,31 @@ def norm(case: Case, dtype: torch.dtype) -> Comparison:
     return Comparison(case, what, "torch", providers, lambda begin, end: {}, elements=1)
 
 
+def norms(case: Case, dtype: torch.dtype) -> Comparison:
+    """The norm of every tensor, and of all together; torch sums in float32 (its own norms of bfloat16 are bfloat16)."""
+    tensors = [t.to(dtype) for t in case.gradients()]
+    truths = torch.tensor([Flat([t]).norm() for t in tensors], dtype=torch.float64)
+    largest = max(t.numel() for t in tensors)
+
+    def torch_norms(tensors: list[Tensor]) -> Tensor:
+        each = torch.stack(torch_lists.norms(tensors, 2, dtype=F32))
+        torch.linalg.vector_norm(each)
+        return each
+
+    def provider(name: str, job: Callable[[list[Tensor]], Any], error: float) -> Provider:
+        def expected(begin: int, end: int) -> dict[str, tuple[Tensor, Tensor]]:
+            return {"norm": (truths[begin:end], truths[begin:end] * error)}
+
+        return Provider(name, lambda: Call(job, tensors, None, None), dtype.itemsize, expected)
+
+    providers = [
+        provider("halfstep", lambda tensors: hs.l2_norms(tensors)[0], accuracy.exact_norm_error()),
+        provider("torch, foreach", torch_norms, accuracy.torch_norm_error(largest, F32)),
+    ]
+    what = f"l2_norms {_short(dtype)}"
+    return Comparison(case, what, "torch, foreach", providers, lambda begin, end: {}, elements=len(tensors))
+
+
 def clip(case: Case, max_norm: float) -> Comparison:
     """clip_grad_norm_ of float32 gradients, above or below the limit."""
     source = case.gradients()
@@ -158,9 +202,13 @@ def comparisons(cases: list[Case], only: str = "") -> Iterator[Comparison]:
         "cast_ f32 to bf16": lambda case: cast(case, F32, torch.bfloat16),
         "cast_ f32 to f16": lambda case: cast(case, F32, torch.float16),
         "cast_ bf16 to f32": lambda case: cast(case, torch.bfloat16, F32),
+        "accumulate_ f32": lambda case: accumulate(case, F32),
+        "accumulate_ bf16": lambda case: accumulate(case, torch.bfloat16),
         "unscale_ f32": unscale,
         "grad_stats f32": lambda case: norm(case, F32),
         "grad_stats bf16": lambda case: norm(case, torch.bfloat16),
+        "l2_norms f32": lambda case: norms(case, F32),
+        "l2_norms bf16": lambda case: norms(case, torch.bfloat16),
         "clip_grad_norm_ f32, clips": lambda case: clip(case, 1.0),
         "clip_grad_norm_ f32, nothing to clip": lambda case: clip(case, 2 * GRAD_NORM),
     }

@@ -6,6 +6,7 @@ import torch
 
 _torch: Any = torch
 
+add_ = _torch._foreach_add_
 copy_ = _torch._foreach_copy_
 norms = _torch._foreach_norm
 unscale_ = _torch._amp_foreach_non_finite_check_and_unscale_

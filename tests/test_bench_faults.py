@@ -111,8 +111,10 @@ def test_a_forgotten_loss_scale_is_not_timed() -> None:
         (lambda: gradient_jobs.cast(CASE, torch.float32, torch.bfloat16), "nearest", 1 - 2**-8),
         (lambda: gradient_jobs.cast(CASE, torch.float32, torch.float16), "stochastic", 1 - 2**-9),
         (lambda: gradient_jobs.unscale(CASE), "grad", 1 + 2**-22),
+        (lambda: gradient_jobs.accumulate(CASE, torch.bfloat16), "sum", 1 + 2**-22),
         (lambda: gradient_jobs.clip(CASE, 1.0), "grad", 1 + 2**-20),
         (lambda: gradient_jobs.norm(CASE, torch.bfloat16), "norm", 1 + 2**-20),
+        (lambda: gradient_jobs.norms(CASE, torch.bfloat16), "norm", 1 + 2**-20),
     ],
 )
 def test_a_wrong_list_function_is_not_timed(comparison: Callable[[], Comparison], result: str, damage: float) -> None:
