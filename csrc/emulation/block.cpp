@@ -5,7 +5,6 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "fiber.h"
@@ -26,10 +25,11 @@ constexpr size_t kWarp = warpSize;
 constexpr uint64_t kUndefined = ~uint64_t{0};  // as a float: NaN
 
 struct Thread {
-  enum State : uint8_t { ready, at_barrier, in_warp, done };
+  enum State : uint8_t { ready, at_barrier, in_warp, outside_mask, done };
 
   Fiber fiber;
-  const Stack* stack = nullptr;  // while it runs
+  const Stack* stack = nullptr;
+  bool begun = false;
   State state = done;
   uint3 index{};
   unsigned number = 0;
@@ -53,9 +53,7 @@ std::vector<std::unique_ptr<Stack>> stacks;
 std::vector<const Stack*> free_stacks;
 Thread* current;
 const Work* current_work;
-std::string failure;  // of this block; empty as long as there is none
-
-// What orders memory between threads, for ThreadSanitizer.
+// Tags, for ThreadSanitizer: of a block's beginning and end, and of threads' meetings.
 char started, ended, met, met_in_warp[32];
 
 const Stack& take_stack() {
@@ -68,11 +66,16 @@ const Stack& take_stack() {
   return *stack;
 }
 
+// The next thread to begin gets the stack while it is warm: most kernels' threads never wait, and share one.
+void leave_stack(Thread& thread) {
+  if (kOneStackPerThread || !thread.stack) return;
+  free_stacks.push_back(thread.stack);
+  thread.stack = nullptr;
+}
+
 void entry() {
   current->fiber.arrive();
-  order_after(&started);
   current_work->call(current_work->kernel_and_arguments);
-  order_before(&ended);
   current->state = Thread::done;
   current->fiber.leave(true);
 }
@@ -80,13 +83,16 @@ void entry() {
 void enter(Thread& thread) {
   current = &thread;
   threadIdx = thread.index;
-  if (!thread.stack) {
-    thread.stack = &take_stack();
+  if (!thread.begun) {
+    if (!thread.stack) thread.stack = &take_stack();
     thread.fiber.begin(*thread.stack, entry);
+    thread.fiber.acquire(&started);
+    thread.begun = true;
   }
   thread.fiber.enter();
-  // The next thread to begin gets the stack while it is warm. Most kernels' threads never wait, and share one.
-  if (thread.state == Thread::done && !kOneStackPerThread) free_stacks.push_back(std::exchange(thread.stack, nullptr));
+  if (thread.state != Thread::done) return;
+  thread.fiber.release(&ended);
+  leave_stack(thread);
 }
 
 // On a GPU shared memory holds anything at first. Not memset: the sanitizers know the gaps between the variables.
@@ -103,7 +109,7 @@ void gather(dim3 block) {
     thread.index = {i % block.x, i / block.x % block.y, i / block.x / block.y};
     thread.number = i;
     thread.state = Thread::ready;
-    if (kOneStackPerThread && thread.stack) thread.fiber.begin(*thread.stack, entry);
+    thread.begun = false;
   }
 }
 
@@ -111,7 +117,7 @@ void gather(dim3 block) {
 void dismiss() {
   for (size_t i = 0; i < team_size; ++i) {
     team[i]->state = Thread::done;
-    if (!kOneStackPerThread && team[i]->stack) free_stacks.push_back(std::exchange(team[i]->stack, nullptr));
+    leave_stack(*team[i]);
   }
 }
 
@@ -125,7 +131,15 @@ std::string doing(const Thread& thread) {
   if (thread.state == Thread::at_barrier) return "waits for the block at " + place(thread.site);
   char mask[16];
   std::snprintf(mask, sizeof mask, "0x%08x", thread.mask);
-  return "waits for the warp's lanes " + std::string(mask) + " at " + place(thread.site);
+  const bool outside = thread.state == Thread::outside_mask;
+  return std::string(outside ? "is not among the lanes" : "waits for the warp's lanes") + " " + mask +
+         (outside ? " that it calls for at " : " at ") + place(thread.site);
+}
+
+bool all_done() {
+  for (size_t i = 0; i < team_size; ++i)
+    if (team[i]->state != Thread::done) return false;
+  return true;
 }
 
 // Each thing that threads do, with the first thread that does it.
@@ -152,9 +166,11 @@ bool release_block() {
   }
   for (size_t i = 0; i < team_size; ++i) {
     Thread& thread = *team[i];
+    thread.fiber.release(&met);
     thread.result = thread.vote == Vote::any ? holds > 0 : thread.vote == Vote::all ? holds == team_size : holds;
     thread.state = Thread::ready;
   }
+  for (size_t i = 0; i < team_size; ++i) team[i]->fiber.acquire(&met);
   return true;
 }
 
@@ -180,6 +196,10 @@ bool release_lanes_of(const Thread& one) {
     const bool defined = one.mask >> other.source & 1 && source < team_size;
     other.result = other.exchange == Exchange::ballot ? ballot : defined ? team[source]->value : kUndefined;
   });
+  if (one.exchange == Exchange::none) {  // the others order no memory
+    for_mask(one, [&](size_t, Thread& other) { other.fiber.release(&met_in_warp[base / kWarp]); });
+    for_mask(one, [&](size_t, Thread& other) { other.fiber.acquire(&met_in_warp[base / kWarp]); });
+  }
   for_mask(one, [](size_t, Thread& other) { other.state = Thread::ready; });
   return true;
 }
@@ -205,9 +225,7 @@ int meet_block(Vote vote, bool predicate, Site site) {
   Thread& me = *current;
   me.vote = vote;
   me.predicate = predicate;
-  order_before(&met);
   wait(Thread::at_barrier, site);
-  order_after(&met);
   return static_cast<int>(me.result);
 }
 
@@ -217,27 +235,21 @@ uint64_t meet_warp(Exchange exchange, unsigned mask, uint64_t value, int source,
   me.mask = mask;
   me.value = value;
   me.source = source;
-  void* tag = &met_in_warp[me.number / kWarp];
-  if (!(mask >> lane() & 1))
-    failure = "thread " + std::to_string(me.number) + " is not in its own mask at " + place(site);
-  if (exchange == Exchange::none) order_before(tag);
-  wait(Thread::in_warp, site);
-  if (exchange == Exchange::none) order_after(tag);
+  wait(mask >> lane() & 1 ? Thread::in_warp : Thread::outside_mask, site);
   return me.result;
 }
 
 void run_block(const Work& work, dim3 grid, dim3 block, uint3 index, const Order& order) {
   current_work = &work;
-  failure.clear();
   blockIdx = index;
   blockDim = block;
   gridDim = grid;
   gather(block);
   spoil_shared_memory();
-  order_before(&started);
+  release(&started);
   std::vector<unsigned> turns(team_size);
   unsigned salt = index.x * 31u + index.y * 17u + index.z;
-  for (bool moving = true; moving && failure.empty();) {
+  for (bool moving = true; moving;) {
     moving = false;
     std::iota(turns.begin(), turns.end(), 0u);
     arrange(turns, order, salt++);
@@ -248,13 +260,12 @@ void run_block(const Work& work, dim3 grid, dim3 block, uint3 index, const Order
     }
     moving = release_warps() || release_block() || moving;
   }
-  order_after(&ended);
-  for (size_t i = 0; i < team_size && failure.empty(); ++i)
-    if (team[i]->state != Thread::done) failure = stuck();
-  if (failure.empty()) return;
+  acquire(&ended);
+  if (all_done()) return;
+  const std::string text = stuck();
   dismiss();
   throw std::runtime_error("the emulated kernel fails in block (" + std::to_string(index.x) + ", " +
-                           std::to_string(index.y) + ", " + std::to_string(index.z) + "): " + failure);
+                           std::to_string(index.y) + ", " + std::to_string(index.z) + "): " + text);
 }
 
 }  // namespace emulation

@@ -155,13 +155,31 @@ void Fiber::leave([[maybe_unused]] bool for_good) {
 #endif
 }
 
-void order_before([[maybe_unused]] void* tag) {
+void Fiber::release([[maybe_unused]] void* tag) {
+#if defined(HALFSTEP_TSAN)
+  void* scheduler_itself = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(watched_, 1);
+  __tsan_release(tag);
+  __tsan_switch_to_fiber(scheduler_itself, 1);
+#endif
+}
+
+void Fiber::acquire([[maybe_unused]] void* tag) {
+#if defined(HALFSTEP_TSAN)
+  void* scheduler_itself = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(watched_, 1);
+  __tsan_acquire(tag);
+  __tsan_switch_to_fiber(scheduler_itself, 1);
+#endif
+}
+
+void release([[maybe_unused]] void* tag) {
 #if defined(HALFSTEP_TSAN)
   __tsan_release(tag);
 #endif
 }
 
-void order_after([[maybe_unused]] void* tag) {
+void acquire([[maybe_unused]] void* tag) {
 #if defined(HALFSTEP_TSAN)
   __tsan_acquire(tag);
 #endif

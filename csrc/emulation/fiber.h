@@ -37,6 +37,11 @@ class Fiber {
   void arrive();              // the first thing entry does
   void leave(bool for_good);  // from the fiber; returns when it is entered again
 
+  // Under ThreadSanitizer, called by the scheduler on behalf of the fiber: what it did before it released the tag happens before
+  // what others do once they acquired it. Switches by themselves order nothing.
+  void release(void* tag);
+  void acquire(void* tag);
+
  private:
   const Stack* stack_ = nullptr;
 #if defined(__x86_64__) && !defined(HALFSTEP_UCONTEXT)
@@ -48,9 +53,9 @@ class Fiber {
   void* watched_ = nullptr;     // what ThreadSanitizer takes for a thread
 };
 
-// Under ThreadSanitizer: all that was done before order_before(tag) happens before what follows order_after(tag).
-void order_before(void* tag);
-void order_after(void* tag);
+// The same for the scheduler itself.
+void release(void* tag);
+void acquire(void* tag);
 
 #if defined(HALFSTEP_TSAN)
 constexpr bool kOneStackPerThread = true;  // or locals of two threads at one address would look like a race
