@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import emulated_builds
 import pytest
 import torch
 from hypothesis import settings
@@ -23,6 +24,16 @@ settings.load_profile("halfstep")
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if WORKERS > 1:
     torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--emulated", choices=emulated_builds.VARIANTS, default="plain", help="how the emulated CUDA module is built"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    emulated_builds.selected = config.getoption("--emulated")
 
 
 @pytest.fixture(scope="session")
