@@ -1,4 +1,4 @@
-"""The CUDA backend under the host emulator: the same kernels, launchers and bindings, with CPU tensors for the device's.
+"""The CUDA backend under the host emulator: the same kernels, launchers and bindings on CPU tensors.
 
 What the kernels get as scratch memory is filled with NaN patterns and guarded on both sides.
 """
@@ -17,7 +17,11 @@ from halfstep.ops.native_cuda import CudaBackend, Workspace
 
 _MARGIN, _GUARD = 256, 0xFF
 
-ASCENDING, DESCENDING, SHUFFLED = (0, 0), (1, 0), (2, 7)  # which of a block's threads, and of a grid's blocks, comes first
+ASCENDING, DESCENDING, SHUFFLED = (
+    (0, 0),
+    (1, 0),
+    (2, 7),
+)  # which of a block's threads, and of a grid's blocks, comes first
 ORDERS = [ASCENDING, DESCENDING, SHUFFLED]
 ORDER_IDS = ["ascending", "descending", "shuffled"]
 

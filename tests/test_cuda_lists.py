@@ -1,7 +1,7 @@
 """CUDA operators on lists under the emulator against the CPU's kernels, bit for bit.
 
-Guards: the norm's order of additions, values that float32 cannot hold, what a misaligned view does to packs, results that
-depend on the order of threads or blocks, memory read or written beside the elements.
+Guards: the norm's order of additions, values that float32 cannot hold, what a misaligned view does to
+packs, results that depend on the order of threads or blocks, memory read or written beside the elements.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def test_values_that_float32_cannot_square():
         odd = x.clone()
         odd[size // 2] = 1.0
         for grads in ([x], [odd], [x.bfloat16()], [odd, x, odd]):
-            assert_all_same_bits(emulated().grad_stats(grads, None), native_cpu.grad_stats(grads, None), f"{size} {value}")
+            assert_all_same_bits(
+                emulated().grad_stats(grads, None), native_cpu.grad_stats(grads, None), f"{size} {value}"
+            )
 
 
 @each_order

@@ -1,7 +1,7 @@
 """The CUDA optimizer phase under the emulator against the CPU's kernels, bit for bit: awkward data, every mode.
 
-Guards: a mode that differs between the backends, a head or tail handled twice or not at all, a result that depends on the
-order of threads or blocks, scratch memory read before it is written, launches that grow with groups.
+Guards: a mode that differs between the backends, a head or tail handled twice or not at all, a result that
+depends on the order of threads or blocks, scratch memory read before it is written, launches that grow with groups.
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ def test_three_launches(order):
     cases, inputs = phase()
     cases = [case for case in cases if case.row.param.dtype == FLOAT32]
     expected = run(native_cpu, cases, GROUPS, inputs)
-    rows = [
-        case.row._replace(**{k: t.clone() for k, t in tensors_of(case).items() if k != "grad"}) for case in cases
-    ]
+    rows = [case.row._replace(**{k: t.clone() for k, t in tensors_of(case).items() if k != "grad"}) for case in cases]
     plan = emulated().AdamPlan(rows)
     plan.set_grads([case.grad for case in cases])
     with ordered(order), launches() as made:
@@ -111,7 +109,9 @@ def test_a_skipped_step_changes_no_bit(why):
         assert_all_same_bits(row[:6], case.row[:6], case.name)
 
 
-@pytest.mark.parametrize("shifts", [(1, 1, 1, 1, 1), (3, 3, 3, 3, 3), (1, 0, 0, 0, 0), (0, 0, 0, 2, 0), (0, 1, 2, 3, 1)])
+@pytest.mark.parametrize(
+    "shifts", [(1, 1, 1, 1, 1), (3, 3, 3, 3, 3), (1, 0, 0, 0, 0), (0, 0, 0, 2, 0), (0, 1, 2, 3, 1)]
+)
 @pytest.mark.parametrize(
     ("weight", "grad", "state"),
     [
@@ -147,10 +147,10 @@ def test_views_that_are_not_aligned(weight, grad, state, shifts):
 def test_a_learning_rate_on_the_device(dtype, where):
     """Read by the prologue; nothing of it passes through the host."""
     cases = [make_case(WEIGHTS[2], BFLOAT16, FLOAT32, 300, seed=i, group=i, step=4) for i in range(2)]
-    groups = [g._replace(lr=torch.tensor(0.3, dtype=dtype).item()) if i == where else g for i, g in enumerate(GROUPS[:2])]
-    on_device = [
-        g._replace(lr=torch.tensor(0.3, dtype=dtype)) if i == where else g for i, g in enumerate(GROUPS[:2])
+    groups = [
+        g._replace(lr=torch.tensor(0.3, dtype=dtype).item()) if i == where else g for i, g in enumerate(GROUPS[:2])
     ]
+    on_device = [g._replace(lr=torch.tensor(0.3, dtype=dtype)) if i == where else g for i, g in enumerate(GROUPS[:2])]
     expected = run(native_cpu, cases, groups, StepInputs())
     assert_same_step(run(emulated(), cases, on_device, StepInputs()), expected, cases, dtype)
 
