@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +22,17 @@ NAMES = ["void halfstep::update_kernel<int>()", "Memcpy DtoH", "Memset", "Optimi
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     fakes = fake_cuda(monkeypatch)
     monkeypatch.setattr(machine, "gpu", lambda: CPU)
-    monkeypatch.setattr(backend, "native_cuda_module", lambda: (SimpleNamespace(archs="90"), None))
+    monkeypatch.setattr(
+        backend, "native_cuda_module", lambda: (SimpleNamespace(archs="90", device_count=lambda: 2), None)
+    )
     monkeypatch.setattr(gpu_clock, "profile", fake_profile(NAMES))
     monkeypatch.setattr(gpu_clock, "_PROBE_BYTES", 2**20)
-    return fakes
+    backend._native_for_cuda.cache_clear()
+    yield fakes
+    backend._native_for_cuda.cache_clear()  # what it says of the devices here is not true elsewhere
 
 
 @pytest.mark.parametrize(
