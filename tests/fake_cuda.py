@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity
 
 GIB = 2**30
 _RETURNS: dict[str, Any] = {
-    "current_device": 0, "device_count": 2, "get_device_capability": (9, 0), "is_available": True, "mem_get_info": (100 * GIB, 140 * GIB),
+    "current_device": 0, "device_count": 2, "get_device_capability": (9, 0),
+    "is_available": True, "mem_get_info": (100 * GIB, 140 * GIB),
     "memory_allocated": 1000, "max_memory_allocated": 3000, "get_sync_debug_mode": 0,
     "is_current_stream_capturing": False,
     "get_device_properties": SimpleNamespace(name="Fake", major=9, minor=0, total_memory=140 * GIB),

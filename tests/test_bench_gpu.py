@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,10 +24,10 @@ NAMES = ["void halfstep::update_kernel<int>()", "Memcpy DtoH", "Memset", "Optimi
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     fakes = fake_cuda(monkeypatch)
+    module: Any = ModuleType("halfstep._cuda")
+    module.archs, module.device_count = "90", lambda: 2
     monkeypatch.setattr(machine, "gpu", lambda: CPU)
-    monkeypatch.setattr(
-        backend, "native_cuda_module", lambda: (SimpleNamespace(archs="90", device_count=lambda: 2), None)
-    )
+    monkeypatch.setattr(backend, "native_cuda_module", lambda: (module, None))
     monkeypatch.setattr(gpu_clock, "profile", fake_profile(NAMES))
     monkeypatch.setattr(gpu_clock, "_PROBE_BYTES", 2**20)
     backend._native_for_cuda.cache_clear()
