@@ -59,6 +59,25 @@ def built(target: str) -> Path:
     return BUILD / target
 
 
+def sanitized(variant: str, command: list[str]) -> tuple[list[str], dict[str, str]]:
+    """A command that can load the variant, and its environment."""
+    library = {"address": "libasan.so", "thread": "libtsan.so"}[variant]
+    # libstdc++ as well: the sanitizer looks for its exceptions' functions when it starts, before Python loads a module.
+    found = [_output(os.environ.get("CXX", "g++"), f"-print-file-name={name}") for name in (library, "libstdc++.so")]
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": ":".join(found),
+        "PYTHONMALLOC": "malloc",  # Python's own pools would hide what lies beside a block
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python leaks at its end
+        "OMP_NUM_THREADS": "1",
+    }
+    # The sanitizers of GCC 12 and 13 do not know the places that more random bits lead to.
+    bits = Path("/proc/sys/vm/mmap_rnd_bits")
+    if bits.exists() and int(bits.read_text()) > 28:
+        command = ["setarch", "--addr-no-randomize", *command]
+    return command, environment
+
+
 def _configured() -> bool:
     """Otherwise the folder is empty now: CMake's cache would go on with tools that are gone."""
     if _stamp().exists() and _stamp().read_text() == _tools():
@@ -75,6 +94,10 @@ def _stamp() -> Path:
 def _tools() -> str:
     variables = {name: os.environ.get(name, "") for name in ("CXX", "CXXFLAGS", "LDFLAGS")}
     return json.dumps([cmake.CMAKE_BIN_DIR, ninja.BIN_DIR, sys.executable, pybind11.get_cmake_dir(), variables])
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _run(command: list[str]) -> None:

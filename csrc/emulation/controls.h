@@ -47,6 +47,11 @@ inline void bind_emulation(py::module_& m) {
     emulation::set_machine(wanted);
   });
   m.def("reset_machine", [] { emulation::set_machine({}); });
+  m.def("current_device", [] {
+    int device = -1;
+    cudaGetDevice(&device);
+    return device;
+  });
   m.def("last_error", [] { return static_cast<int>(cudaPeekAtLastError()); });
   m.def("launches", &launches);
   m.def("reset_launches", &emulation::forget_launches);

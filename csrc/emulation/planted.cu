@@ -93,7 +93,7 @@ __global__ void offset_overflow(float* x, int n, bool fault) {
 
 __global__ void barrier_not_met_by_all(float* x, int n, bool fault) {
   if (fault && thread() >= n) return;
-  __syncthreads();
+  __syncthreads();  // barrier_not_met_by_all
   if (thread() < n) x[thread()] += 1.0f;
 }
 
@@ -101,7 +101,7 @@ __global__ void barriers_at_two_places(float* x, int n, bool fault) {
   if (fault && thread() % 2) {
     __syncthreads();
   } else {
-    __syncthreads();
+    __syncthreads();  // barriers_at_two_places
   }
   if (thread() < n) x[thread()] += 1.0f;
   if (!fault) __syncthreads();
@@ -109,7 +109,7 @@ __global__ void barriers_at_two_places(float* x, int n, bool fault) {
 
 __global__ void shuffle_not_met_by_all(float* x, int n, bool fault) {
   float one = 1.0f;
-  if (!fault || thread() % 32 < 16) one = __shfl_xor_sync(0xFFFFFFFFu, one, 1);
+  if (!fault || thread() % 32 < 16) one = __shfl_xor_sync(0xFFFFFFFFu, one, 1);  // shuffle_not_met_by_all
   if (thread() < n) x[thread()] += one;
 }
 
@@ -120,7 +120,9 @@ __global__ void shuffle_from_outside_its_mask(float* x, int n, bool fault) {
 }
 
 __global__ void mask_without_the_caller(float* x, int n, bool fault) {
-  __syncwarp(fault && thread() == 7 ? 0xFFu & ~(1u << 7) : fault ? 0xFFFFFF00u | 0x7Fu : 0xFFFFFFFFu);
+  const unsigned all = 0xFFFFFFFFu;
+  const unsigned mask = !fault ? all : thread() == 7 ? 0x7Fu : all & ~(1u << 7);
+  __syncwarp(mask);  // mask_without_the_caller
   if (thread() < n) x[thread()] += 1.0f;
 }
 
@@ -188,14 +190,17 @@ int main(int argc, char** argv) {
   machine.order = {static_cast<emulation::Order::Mode>(std::atoi(argv[2])), 1};
   emulation::set_machine(machine);
   const std::string wanted = argv[1];
+  int wrong = 0;
   try {
     for (const Fault& one : kFaults) {
       if (wanted != "healthy" && wanted != one.name) continue;
-      std::printf("%s: %s\n", one.name, right(one.kernel, wanted == one.name) ? "right" : "wrong");
+      const bool good = right(one.kernel, wanted == one.name);
+      std::printf("%s: %s\n", one.name, good ? "right" : "wrong");
+      wrong += !good;
     }
   } catch (const std::exception& error) {
     std::printf("%s\n", error.what());
     return 3;
   }
-  return 0;
+  return wrong ? 4 : 0;
 }

@@ -1,0 +1,111 @@
+"""CUDA kernels past 2**31 elements: offsets are 64-bit in every operator. Under the emulator, where only the blocks at both
+ends of a grid run: the others would do the same to the zeros between. (Memory for this: folded_memory.py.)
+
+Guards: a 32-bit index of an element or byte, a quad of random words cut to 32 bits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from adversarial import BFLOAT16, FLOAT16, FLOAT32
+from bits import assert_same_bits
+from emulated_cuda import EmulatedBackend, emulated
+from torch import Tensor
+
+if sys.platform != "linux":
+    pytest.skip("memory is folded with memfd_create, which Linux has", allow_module_level=True)
+
+from folded_memory import FoldedZeros
+
+from halfstep.ops import native_cpu, reference_torch
+from halfstep.ops.native_cuda import Workspace
+from halfstep.reference import AdamGroup
+from halfstep.reference.step import AdamRow, StepInputs
+
+NUMEL = 2**31 + 5
+END = torch.tensor([3.0, 4.0, 0.0])  # written over the last elements of what is 0 elsewhere
+LAST = 7
+
+
+class ZeroWorkspace(Workspace):
+    """What a block that does not run would leave: a sum of 0, no value that is not finite."""
+
+    def allocate(self, size: int) -> int:
+        self._kept.append(torch.zeros(size, dtype=torch.uint8))
+        return self._kept[-1].data_ptr()
+
+
+class EndsOnly(EmulatedBackend):
+    def workspace(self, device: torch.device) -> Workspace:
+        return ZeroWorkspace(device)
+
+
+@pytest.fixture
+def backend() -> Iterator[EndsOnly]:
+    emulated().module.set_ends_only(2)
+    yield EndsOnly(emulated().module)
+    emulated().module.reset_machine()
+
+
+def test_grad_stats_and_unscale(backend):
+    with FoldedZeros(NUMEL, BFLOAT16) as x:
+        x[-3:] = END
+        total, first_bad = backend.grad_stats([x], None)
+        assert (total.item(), first_bad.item()) == (25.0, -1)
+        assert backend.unscale_([x], torch.tensor(0.5)).item() == -1
+        assert x[-4:].tolist() == [0.0, 1.5, 2.0, 0.0]
+        assert not x[:100].any()
+        x[-1] = float("inf")
+        assert backend.grad_stats([x], None)[1].item() == 0
+        assert backend.unscale_([x], torch.tensor(1.0)).item() == 0
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+def test_cast(backend, stochastic):
+    with FoldedZeros(NUMEL, FLOAT32) as x, FoldedZeros(NUMEL, FLOAT16) as y, FoldedZeros(NUMEL, FLOAT16) as expected:
+        x[-LAST:] = torch.arange(1, 1 + LAST) / 3
+        backend.cast_([y], [x], stochastic=stochastic, seed=5)
+        native_cpu.cast_([expected], [x], stochastic=stochastic, seed=5)
+        assert y[-LAST:].all()
+        assert_same_bits(y[-LAST - 1 :], expected[-LAST - 1 :], "cast")
+        assert not y[:100].any()
+
+
+def test_accumulate(backend):
+    with FoldedZeros(NUMEL, FLOAT32) as sums, FoldedZeros(NUMEL, BFLOAT16) as x:
+        sums[-3:], x[-3:] = 10.0, END
+        backend.accumulate_([sums], [x])
+        assert sums[-4:].tolist() == [0.0, 13.0, 14.0, 10.0]
+        assert not sums[:100].any()
+
+
+@pytest.mark.parametrize(("weight", "state"), [(BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)], ids=str)
+def test_update(backend, weight, state):
+    """The last elements get what they get in a short tensor. States of 16 bits are rounded with the words of their place."""
+    group = AdamGroup(0.1, 0.9, 0.999, 1e-8, 0.01, decoupled=True, maximize=False)
+    with (
+        FoldedZeros(NUMEL, weight) as p, FoldedZeros(NUMEL, weight) as g, FoldedZeros(NUMEL, state) as m,
+        FoldedZeros(NUMEL, state) as v,
+    ):  # fmt: skip
+        p[-3:], g[-LAST:] = END, 1 / (1 + torch.arange(LAST)).to(weight)
+        row = AdamRow(p, m, v, None, None, torch.tensor(0), group=0, param_id=0, first_index=0)
+        short = row._replace(
+            param=p[-LAST:].clone(), exp_avg=m[-LAST:].clone(), exp_avg_sq=v[-LAST:].clone(), step=torch.tensor(0),
+            first_index=NUMEL - LAST,
+        )  # fmt: skip
+        for module, rows in ((backend, row), (reference_torch, short)):
+            plan = module.AdamPlan([rows])
+            plan.set_grads([g[-rows.param.numel() :]])
+            plan.update([group], StepInputs(seed=3, stochastic_weight=True))
+        for name in ("param", "exp_avg", "exp_avg_sq"):
+            assert_same_bits(last(row, name), getattr(short, name), name)
+            assert not getattr(row, name)[:100].any()
+        assert row.step == 1
+
+
+def last(row: AdamRow, name: str) -> Tensor:
+    return getattr(row, name)[-LAST:]
