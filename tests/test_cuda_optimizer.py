@@ -179,7 +179,7 @@ def test_launches_of_1000_small_tensors(weight, groups):
 
 
 def test_mixed_kinds_cost_one_launch_each():
-    cases = [make_case(w, w[0], FLOAT32, 5, seed=i) for i, w in enumerate(WEIGHTS)] * 3
+    cases = [make_case(w, w[0], FLOAT32, 5, seed=i) for i, w in enumerate(WEIGHTS * 3)]
     plan = emulated().AdamPlan([case.row for case in cases])
     plan.set_grads([case.grad for case in cases])
     with launches() as made:
