@@ -1,7 +1,7 @@
 """Builds and loads halfstep._cuda_emulated: the CUDA module's sources as host code (csrc/emulation).
 
 Variants: `plain`; `address` with AddressSanitizer and UndefinedBehaviorSanitizer; `thread` with ThreadSanitizer. A
-process can load the latter two only if it began with their libraries: see sanitizer_environment().
+process can load the latter two only if it began with their libraries: see sanitized().
 """
 
 from __future__ import annotations

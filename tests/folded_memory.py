@@ -51,6 +51,8 @@ class FoldedZeros:
         return self.tensor
 
     def __exit__(self, kind: type | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+        if kind is not None:
+            return  # pytest prints a failing test's tensors: they stay readable
         del self.tensor
         _libc.munmap(self._address, self._size)
         os.close(self._file)

@@ -1,6 +1,6 @@
-"""CUDA kernels past 2**31 elements: offsets are 64-bit in every operator. Under the emulator, where only the
-blocks at both
-ends of a grid run: the others would do the same to the zeros between. (Memory for this: folded_memory.py.)
+"""CUDA kernels past 2**31 elements: offsets are 64-bit in every operator. (Memory for this: folded_memory.py.)
+
+Under the emulator, where only the blocks at both ends of a grid run: the others would do the same to the zeros between.
 
 Guards: a 32-bit index of an element or byte, a quad of random words cut to 32 bits.
 """
@@ -87,8 +87,7 @@ def test_accumulate(backend):
 
 @pytest.mark.parametrize(("weight", "state"), [(BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)], ids=str)
 def test_update(backend, weight, state):
-    """The last elements get what they get in a short tensor. States of 16 bits are rounded with the words of
-    their place."""
+    """The last elements get what they get in a short tensor, also the random words of their place in the whole."""
     group = AdamGroup(0.1, 0.9, 0.999, 1e-8, 0.01, decoupled=True, maximize=False)
     with (
         FoldedZeros(NUMEL, weight) as p, FoldedZeros(NUMEL, weight) as g, FoldedZeros(NUMEL, state) as m,

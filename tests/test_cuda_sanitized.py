@@ -1,6 +1,6 @@
-"""The tests of the CUDA kernels again, under the sanitizers: memory beside what is theirs, undefined arithmetic, races in a
-block. Each sanitizer has a process of its own, which begins with the sanitizer's library.
+"""The tests of the CUDA kernels again, under the sanitizers: memory beside what is theirs, undefined arithmetic, races.
 
+Each sanitizer has a process of its own, which begins with the sanitizer's library.
 What takes long there is left out, except for what no other test runs: more than one table, and kinds of rows.
 """
 

@@ -76,11 +76,12 @@ __global__ void misaligned(float* x, int n, bool fault) {
   if (thread() < n) x[thread()] += 1.0f;
 }
 
+// Right where the memory happens to hold zeros.
 __global__ void uninitialised_shared(float* x, int n, bool fault) {
-  __shared__ float one;
-  if (thread() == 0 && !fault) one = 1.0f;
+  __shared__ float zero;
+  if (thread() == 0 && !fault) zero = 0.0f;
   __syncthreads();
-  if (thread() < n) x[thread()] += one;
+  if (thread() < n) x[thread()] += 1.0f + zero;
 }
 
 // The offset of a block in a tensor of more than 2^31 elements.
