@@ -21,7 +21,7 @@ import gpu_state
 TESTS = [sys.executable, "-m", "pytest", "tests/gpu", "--override-ini=addopts=-ra", "-p", "no:cacheprovider"]
 SANITIZED = "test_accumulate or test_statistics or (test_steps and AdamW and (split or master))"
 _REFUSED = "Device not supported"  # by compute-sanitizer, on some virtual machines
-BUDGET = 420  # seconds for all parts: with a build from nothing before, less than nine minutes
+BUDGET = 420  # seconds for all parts, so that with a build before them it can be nine minutes
 
 
 class Part(NamedTuple):

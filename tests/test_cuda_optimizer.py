@@ -7,7 +7,6 @@ depends on the order of threads or blocks, scratch memory read before it is writ
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from adversarial import BFLOAT16, FLOAT16, FLOAT32, FLOATS, ordinary
 from bits import assert_all_same_bits, assert_same_bits
 from canary import Guarded
 from emulated_cuda import ASCENDING, DESCENDING, ORDER_IDS, ORDERS, SHUFFLED, emulated, launches, ordered
-from test_optimizer import FACTORS, FIRST_INDICES, GROUPS, PARAM_IDS, STEPS
+from optimizer_cases import FACTORS, GROUPS, TO_SKIP, awkward_cases, cases_to_skip, whole_phase_cases
 
 from halfstep.ops import native_cpu
 from halfstep.reference import AdamGroup
@@ -30,13 +29,7 @@ each_order = pytest.mark.parametrize("order", ORDERS, ids=ORDER_IDS)
 @pytest.mark.parametrize("inputs", FACTORS.values(), ids=FACTORS)
 def test_update_on_awkward_data(weight, state, inputs):
     """As the CPU's test: 24 rows of every group, gradient dtype, step and counter of random words."""
-    cases = [
-        make_case(
-            weight, FLOATS[(i + i // 3) % 3], state, 512 * (i % 3) + i, seed=100 * i, amsgrad=i // 2 % 2 == 1, group=i,
-            step=STEPS[i // 3 % 4], param_id=PARAM_IDS[i % 4], first_index=FIRST_INDICES[i // 2 % 4],
-        )
-        for i in range(24)
-    ]  # fmt: skip
+    cases = awkward_cases(weight, state)
     modes = itertools.product((False, True), repeat=2)
     for (stochastic, heal), order in zip(modes, (ASCENDING, DESCENDING, SHUFFLED, SHUFFLED), strict=True):
         options = inputs._replace(seed=2**32 - 5, stochastic_weight=stochastic, heal=heal)
@@ -60,7 +53,7 @@ def test_the_usual_kinds(weight):
 @each_order
 def test_whole_phase(order):
     """Scale, norm, clip and update of tensors that straddle chunks and blocks, with empty ones between them."""
-    cases, inputs = phase()
+    cases, inputs = whole_phase_cases()
     expected = run(native_cpu, cases, GROUPS, inputs)
     assert not expected.result.skipped
     assert expected.result.norm > 1
@@ -72,7 +65,7 @@ def test_whole_phase(order):
 @each_order
 def test_three_launches(order):
     """`run` is grad_stats and update with the same bits, in one launch for each pass and one between them."""
-    cases, inputs = phase()
+    cases, inputs = whole_phase_cases()
     cases = [case for case in cases if case.row.param.dtype == FLOAT32]
     expected = run(native_cpu, cases, GROUPS, inputs)
     rows = [case.row._replace(**{k: t.clone() for k, t in tensors_of(case).items() if k != "grad"}) for case in cases]
@@ -87,23 +80,13 @@ def test_three_launches(order):
     assert_same_step(got, expected, cases, order)
 
 
-@pytest.mark.parametrize("why", ["gradient", "overflow in the unscaling", "found_inf"])
+@pytest.mark.parametrize("why", TO_SKIP)
 def test_a_skipped_step_changes_no_bit(why):
-    cases = [
-        make_case(weight, FLOAT32, state, 700, seed=i, amsgrad=True, step=i)
-        for i, (weight, state) in enumerate(itertools.product(WEIGHTS, FLOATS))
-    ]
-    cases = [case._replace(grad=ordinary(700, BFLOAT16, 5)) for case in cases]
-    inputs = StepInputs(scale=torch.tensor(4.0), max_norm=1.0, skip_nonfinite=True)
-    if why == "gradient":
-        cases[3].grad[699] = math.nan
-    elif why == "found_inf":
-        inputs = inputs._replace(found_inf=torch.tensor(2.0))
-    else:
-        cases[17].grad[0] = 3e38
-        inputs = inputs._replace(scale=torch.tensor(0.25))
+    cases, inputs = cases_to_skip(why)
     got = run(emulated(), cases, GROUPS, inputs)
     assert bool(got.result.skipped)
+    assert got.stats is not None
+    assert got.stats[1] == TO_SKIP[why]
     assert_same_step(got, run(native_cpu, cases, GROUPS, inputs), cases, why)
     for case, row in zip(cases, got.rows, strict=True):
         assert_all_same_bits(row[:6], case.row[:6], case.name)
@@ -185,21 +168,6 @@ def test_mixed_kinds_cost_one_launch_each():
     with launches() as made:
         plan.run(GROUPS, StepInputs(), with_stats=True)
     assert len(made) == 2 + 5  # float32, two kinds of master, split, and one for the two without a master
-
-
-def phase() -> tuple[list[Case], StepInputs]:
-    sizes = [0, 1, 1023, 70001, 0, 5, 40000, 511, 0, 30000, 4, 0]
-    cases = []
-    for i, size in enumerate(sizes):
-        case = make_case(
-            WEIGHTS[(i + 5) % 6], FLOATS[i // 2 % 3], FLOATS[i // 3 % 3], size, seed=1000 * i, amsgrad=i % 2 == 1,
-            group=i // 2, step=STEPS[i % 4], param_id=i,
-        )  # fmt: skip
-        cases.append(case._replace(grad=case.grad.nan_to_num(1.0, 1.0, 1.0).clamp(-1e4, 1e4)))
-    inputs = StepInputs(
-        scale=torch.tensor(2.0**16 / 3), max_norm=1.0, skip_nonfinite=True, seed=3, stochastic_weight=True
-    )
-    return cases, inputs
 
 
 def tensors_of(case: Case) -> dict[str, torch.Tensor]:

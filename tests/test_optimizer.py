@@ -13,32 +13,15 @@ import random
 import pytest
 import torch
 from adam_rows import WEIGHT_IDS, WEIGHTS, assert_same_step, make_case, run
-from adversarial import BFLOAT16, FLOAT32, FLOATS, ordinary
+from adversarial import FLOAT32, FLOATS
 from bits import assert_all_same_bits
 from conditions import ALL, EVERY_ISA, Conditions
+from optimizer_cases import FACTORS, GROUPS, TO_SKIP, awkward_cases, cases_to_skip, whole_phase_cases
 
 from halfstep import _cpu
 from halfstep.ops import native_cpu, reference_torch
 from halfstep.reference import AdamGroup, adam_scalars
 from halfstep.reference.step import StepInputs, decide
-
-GROUPS = [
-    AdamGroup(1e-2, *betas, eps, 0.1, decoupled, maximize)
-    for decoupled in (True, False)
-    for maximize in (False, True)
-    for betas in ((0.9, 0.999), (0.3, 0.5), (0.0, 0.0))
-    for eps in (1e-8, 0.0)
-]
-STEPS = [0, 6, 99_999, 2**33]
-# Stochastic words of far elements, parameters and seeds: all 32 bits of every counter and key are used
-FIRST_INDICES = [0, 1, 2**34 + 3, 2**62 - 2]
-PARAM_IDS = [0, 7, 2**31 + 1, 2**32 - 1]
-FACTORS = {
-    "plain": StepInputs(),
-    "factor": StepInputs(
-        scale=torch.tensor(1.5), sum_squares=torch.tensor(50.0).double(), first_bad=torch.tensor(-1), max_norm=2.0
-    ),
-}
 
 
 @pytest.mark.parametrize("state", FLOATS, ids=str)
@@ -46,13 +29,7 @@ FACTORS = {
 @pytest.mark.parametrize("inputs", FACTORS.values(), ids=FACTORS)
 def test_update_on_awkward_data(weight, state, inputs):
     """24 rows: every group, amsgrad and every gradient dtype among them; sizes with and without blocks and tails."""
-    cases = [
-        make_case(
-            weight, FLOATS[(i + i // 3) % 3], state, 512 * (i % 3) + i, seed=100 * i, amsgrad=i // 2 % 2 == 1, group=i,
-            step=STEPS[i // 3 % 4], param_id=PARAM_IDS[i % 4], first_index=FIRST_INDICES[i // 2 % 4],
-        )
-        for i in range(24)
-    ]  # fmt: skip
+    cases = awkward_cases(weight, state)
     for stochastic, heal in itertools.product((False, True), repeat=2):
         options = inputs._replace(seed=2**32 - 5, stochastic_weight=stochastic, heal=heal)
         with Conditions("", 1).hold():  # threads only cost time here
@@ -78,17 +55,7 @@ def test_whole_phase_under_any_conditions(conditions, whole_phase):
 
 @pytest.fixture(scope="module")
 def whole_phase():
-    sizes = [0, 1, 1023, 70001, 0, 5, 40000, 511, 0, 30000, 4, 0]  # three units of 65,536, all crossed by tensors
-    cases = []
-    for i, size in enumerate(sizes):
-        case = make_case(
-            WEIGHTS[(i + 5) % 6], FLOATS[i // 2 % 3], FLOATS[i // 3 % 3], size, seed=1000 * i, amsgrad=i % 2 == 1,
-            group=i // 2, step=STEPS[i % 4], param_id=i,
-        )  # fmt: skip
-        cases.append(case._replace(grad=case.grad.nan_to_num(1.0, 1.0, 1.0).clamp(-1e4, 1e4)))  # nothing to skip for
-    inputs = StepInputs(
-        scale=torch.tensor(2.0**16 / 3), max_norm=1.0, skip_nonfinite=True, seed=3, stochastic_weight=True
-    )
+    cases, inputs = whole_phase_cases()
     with Conditions("", 1).hold():
         expected = run(reference_torch, cases, GROUPS, inputs)
     assert not expected.result.skipped
@@ -96,26 +63,14 @@ def whole_phase():
     return cases, inputs, expected
 
 
-@pytest.mark.parametrize("why", ["gradient", "overflow in the unscaling", "found_inf"])
+@pytest.mark.parametrize("why", TO_SKIP)
 @pytest.mark.parametrize("conditions", EVERY_ISA, ids=str)
 def test_a_skipped_step_changes_no_bit(conditions, why):
-    cases = [
-        make_case(weight, FLOAT32, state, 700, seed=i, amsgrad=True, step=i)
-        for i, (weight, state) in enumerate(itertools.product(WEIGHTS, FLOATS))
-    ]
-    cases = [case._replace(grad=ordinary(700, BFLOAT16, 5)) for case in cases]
-    inputs = StepInputs(scale=torch.tensor(4.0), max_norm=1.0, skip_nonfinite=True)
-    if why == "gradient":
-        cases[3].grad[699] = math.nan
-    elif why == "found_inf":
-        inputs = inputs._replace(found_inf=torch.tensor(2.0))  # two devices may have added up
-    else:
-        cases[17].grad[0] = 3e38
-        inputs = inputs._replace(scale=torch.tensor(0.25))
+    cases, inputs = cases_to_skip(why)
     with conditions.hold():
         got = run(native_cpu, cases, GROUPS, inputs)
     assert bool(got.result.skipped)
-    assert got.stats[1] == {"gradient": 3, "overflow in the unscaling": 17, "found_inf": -1}[why]
+    assert got.stats[1] == TO_SKIP[why]
     for case, row in zip(cases, got.rows, strict=True):
         assert_all_same_bits(row[:6], case.row[:6], case.name)
     assert_same_step(got, run(reference_torch, cases, GROUPS, inputs), cases, why)

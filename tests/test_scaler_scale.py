@@ -246,6 +246,20 @@ def test_a_state_that_cannot_be_loaded_changes_nothing():
     assert scaler.state_dict() == good
 
 
+@pytest.mark.parametrize("count", [-1, 0.5, math.inf, math.nan, "3", None])
+@pytest.mark.parametrize("key", ["_growth_tracker", "_hysteresis_tracker"])
+def test_a_count_that_is_none(key, count):
+    """Refused by name, before anything has changed."""
+    scaler = hs.LossScaler(init_scale=128.0)
+    good = scaler.state_dict()
+    message = re.escape(f"the scaler's state has {key}={count!r}; expected a whole number of steps, 0 or more")
+    with pytest.raises(ValueError, match=message):
+        scaler.load_state_dict({**good, "scale": 2.0, key: count})
+    assert scaler.state_dict() == good
+    scaler.load_state_dict({**good, key: 3.0})
+    assert scaler.state_dict()[key] == 3
+
+
 # ---- arguments -------------------------------------------------------------------------------------------------------
 BOUNDS = "expected 1.175e-38 <= min_scale <= init_scale <= max_scale <= 3.403e+38 (normal float32 numbers), got "
 PACE = "expected growth_factor >= 1, backoff_factor in (0, 1] and growth_interval >= 1, got "
@@ -264,6 +278,9 @@ ARGUMENTS = [
     ({"backoff_factor": 1.5}, PACE),
     ({"growth_interval": 0}, PACE + "2.0, 0.5 and 0"),
     ({"hysteresis": 0}, "hysteresis=0: expected an integer >= 1"),
+    ({"hysteresis": 1.5}, "hysteresis=1.5: expected an integer >= 1"),
+    ({"hysteresis": math.inf}, "hysteresis=inf: expected an integer >= 1"),
+    ({"hysteresis": math.nan}, "hysteresis=nan: expected an integer >= 1"),
 ]
 
 

@@ -52,7 +52,7 @@ class LossScale:
                 f"float32 numbers), got {min_scale}, {init_scale}, {max_scale}"
             )
         self.pace = pace.checked()
-        if hysteresis < 1 or hysteresis != int(hysteresis):
+        if hysteresis < 1 or hysteresis % 1 != 0:  # of inf and NaN the remainder is NaN
             raise ValueError(f"hysteresis={hysteresis}: expected an integer >= 1")
         self.min_scale, self.max_scale = min_scale, max_scale
         self._hysteresis = hysteresis
@@ -152,7 +152,7 @@ class LossScale:
             )
         for key in ("_growth_tracker", "_hysteresis_tracker"):
             count = state_dict.get(key, 0)
-            if not isinstance(count, (int, float)) or count < 0 or count != int(count):
+            if not isinstance(count, (int, float)) or count < 0 or count % 1 != 0:
                 raise ValueError(f"the scaler's state has {key}={count!r}; expected a whole number of steps, 0 or more")
         pace = Pace(*(state_dict[field] for field in Pace._fields)).checked()
         self._start = _Numbers(

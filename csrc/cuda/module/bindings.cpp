@@ -40,22 +40,14 @@ void bind_scale(const std::vector<TensorRef>& list, uint64_t factor, uint64_t fi
   prologue({}, {}, stats, {}, {}, queue);
 }
 
-void check_pairs(const std::vector<TensorRef>& dst, const std::vector<TensorRef>& src) {
-  check_length("src", src.size(), dst.size());
-  for (size_t i = 0; i < dst.size(); ++i)
-    if (dst[i].numel != src[i].numel) refuse("pair " + std::to_string(i) + " has tensors of different sizes");
-}
-
 void run_cast(const std::vector<TensorRef>& dst, const std::vector<TensorRef>& src, bool stochastic, uint32_t seed,
               int device, uint64_t stream) {
-  check_pairs(dst, src);
   const py::gil_scoped_release nogil;
   const DeviceGuard guard(device);
   cast(dst, src, stochastic, seed, {device, stream});
 }
 
 void run_accumulate(const std::vector<TensorRef>& dst, const std::vector<TensorRef>& src, int device, uint64_t stream) {
-  check_pairs(dst, src);
   for (const TensorRef& t : dst)
     if (t.dtype != Dtype::f32) refuse("accumulate_ adds to float32 tensors only");
   const py::gil_scoped_release nogil;

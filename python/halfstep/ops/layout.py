@@ -19,7 +19,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 class PlainList(list[Tensor]):
-    """Tensors that C++ has looked at (lists.py): contiguous in CPU memory, of dtypes the kernels know. Never changed.
+    """Tensors that C++ has looked at (lists.py): contiguous on one device, of dtypes the kernels know. Never changed.
 
     Args:
         table: halfstep._cpu.TensorList, which has read where they lie.

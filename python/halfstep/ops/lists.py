@@ -16,14 +16,15 @@ from .layout import PlainList
 
 
 def read(tensors: list[Tensor]) -> PlainList | None:
-    """The list, if all are plain torch.Tensors or Parameters, contiguous in CPU memory, of dtypes the kernels know.
+    """The list, if all are plain torch.Tensors or Parameters, contiguous in the memory of one device, of dtypes the
+    kernels know.
 
     None says nothing: a tensor may be of a subclass, of more than five dimensions, strided, or what no call takes; or
     the backend needs no table.
     """
     if torch.compiler.is_compiling() or not tensors:
         return None
-    if not isinstance(tensors[0], Tensor) or tensors[0].device.type != "cpu":
+    if not isinstance(tensors[0], Tensor) or tensors[0].device.type not in ("cpu", "cuda"):
         return None
     read_list = getattr(backend.choose(tensors[0].device), "read_list", None)
     table = None if read_list is None else read_list(tensors)
