@@ -28,6 +28,8 @@ ORDER_IDS = ["ascending", "descending", "shuffled"]
 
 class GuardedWorkspace(Workspace):
     def allocate(self, size: int) -> int:
+        if size == 0:
+            return super().allocate(size)  # torch has no address for nothing: a null pointer
         buffer = torch.full((_MARGIN + size + _MARGIN,), _GUARD, dtype=torch.uint8, device=self._device)
         self._kept.append(buffer)
         return buffer.data_ptr() + _MARGIN

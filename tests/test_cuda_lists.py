@@ -45,6 +45,19 @@ def test_grad_stats(finite, scale, order):
     assert (expected[1] == -1) == (finite and scale != 2.0**-30)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_tensors_without_elements(dtype):
+    """No block runs; the results are written all the same."""
+    empty = [torch.empty(0, dtype=dtype), torch.empty(3, 0, dtype=dtype)]
+    for _ in range(3):  # what lies in fresh memory differs
+        assert_all_same_bits(emulated().grad_stats(empty, None), native_cpu.grad_stats(empty, None), "grad_stats")
+        assert int(emulated().unscale_(empty, torch.tensor(0.5))) == -1
+        each, total = emulated().sums_of_squares(empty)
+        assert (each.tolist(), total.item()) == ([0.0, 0.0], 0.0)
+    cast(emulated(), empty, FLOAT32, False, 0)
+    emulated().accumulate_([e.float() for e in empty], empty)
+
+
 def test_values_that_float32_cannot_square():
     """Tiny, huge, zero and mixed groups, and a lane with one odd element."""
     for size, value in itertools.product((5, 8192, 70001), (0.0, 1e-30, 1e-45, 3e38, 1e30)):

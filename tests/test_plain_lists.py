@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import halfstep as hs
-from halfstep.ops import backend, lists, native_cpu, reference_torch
+from halfstep.ops import backend, lists, native, native_cpu, reference_torch
 
 
 class Subclass(Tensor):
@@ -173,3 +173,8 @@ def test_a_source_is_its_own_destination_only_as_the_same_object():
         assert lists.read_pairs([a, b], src) is None
         with pytest.raises(ValueError, match=r"(src|dst)_list\[\d\] and (src|dst)_list\[\d\] share memory"):
             hs.cast_([a, b], src)
+
+
+def test_the_first_look_at_tensors_may_be_inside_inference_mode():
+    with torch.inference_mode():
+        assert native.make_reader(native_cpu._native(), torch.device("cpu")) is not None

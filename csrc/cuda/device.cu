@@ -38,7 +38,8 @@ std::string explained(cudaError_t result) {
     case cudaErrorUnsupportedPtxVersion:
       return wrong_arch();
     default:
-      return std::string(cudaGetErrorName(result)) + " (" + cudaGetErrorString(result) + ")";
+      return std::string(cudaGetErrorName(result)) + " (" + cudaGetErrorString(result) +
+             "); it may come from earlier work on this device: CUDA_LAUNCH_BLOCKING=1 in the environment shows where";
   }
 }
 

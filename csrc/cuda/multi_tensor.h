@@ -13,8 +13,8 @@ namespace halfstep {
 // ---- statistics -------------------------------------------------------------------------------------------------------------
 // What the blocks of a first pass leave behind, one entry per chunk.
 struct ChunkResults {
-  double* sum_squares = nullptr;  // null: only whether all is finite was asked
-  int32_t* tensor = nullptr;      // whose chunk it is; ~tensor if it has a value that is not finite
+  double* sum_squares = nullptr;
+  int32_t* tensor = nullptr;  // whose chunk it is; ~tensor if it has a value that is not finite
 };
 
 int32_t chunks_of(const std::vector<TensorRef>& tensors, int64_t elements);
@@ -23,14 +23,18 @@ int32_t chunks_of(const std::vector<TensorRef>& tensors, int64_t elements);
 void grad_stats(const std::vector<TensorRef>& grads, const float* scale, const ChunkResults& results,
                 const Queue& queue);
 
-// What the prologue makes of them. Each pointer may be null.
+// What the prologue makes of them, or is given instead. Each pointer may be null.
 struct Stats {
   ChunkResults chunks;
+  bool passed = false;   // a pass has filled the chunks, of which there may be none: all tensors are empty
+  bool squares = false;  // it has added up squares too
   int32_t chunk_count = 0;
   int32_t tensor_count = 0;
-  double* tensor_sums = nullptr;       // [tensor_count]; needed where chunks has sums
-  double* sum_squares = nullptr;       // of all; an input where there are no chunks
-  int64_t* first_nonfinite = nullptr;  // index of the first such tensor or -1; an input likewise
+  double* tensor_sums = nullptr;  // [tensor_count]; needed where there are squares
+  const double* given_sum_squares = nullptr;
+  const int64_t* given_first_nonfinite = nullptr;
+  double* sum_squares = nullptr;       // written: of all
+  int64_t* first_nonfinite = nullptr;  // written: index of the first tensor with such a value, or -1
 };
 
 // ---- step -------------------------------------------------------------------------------------------------------------------
@@ -57,7 +61,7 @@ struct StepPointers {
   const float* scale = nullptr;      // null: 1
   const float* found_inf = nullptr;  // null or <= 0: nobody asks for a skip
   double* norm = nullptr;
-  bool* skipped = nullptr;
+  int64_t* skipped = nullptr;  // 0 or 1: a whole word, whose first byte the host reads
   unsigned long long* healed = nullptr;
   Decision* decision = nullptr;
   StepRecord* records = nullptr;  // one per row

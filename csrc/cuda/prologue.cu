@@ -1,5 +1,6 @@
 // Between the passes: adds up the chunks, decides, advances the counters, and computes each parameter's scalars. One block per
-// launch, so that it needs no agreement between blocks; it takes microseconds.
+// launch, so that it needs no agreement between blocks; the additions in order make it
+// longer the more chunks and tensors there are.
 #include "multi_tensor.h"
 
 namespace halfstep {
@@ -96,7 +97,7 @@ __device__ void finish_stats(const Stats& stats, double* sum_squares, int* first
   __syncthreads();
   for (int c = static_cast<int>(threadIdx.x); c < stats.chunk_count; c += kPrologueThreads)
     if (stats.chunks.tensor[c] < 0) atomicMin(&lowest, ~stats.chunks.tensor[c]);
-  if (stats.chunks.sum_squares) {
+  if (stats.squares) {
     sum_tensors(stats);
     if (threadIdx.x < kWarp) *sum_squares = total_sum(stats);
   }
@@ -115,7 +116,7 @@ __device__ void decide_step(const PrologueArgs& args, double sum_squares, bool n
   in.found_inf = step.found_inf && *step.found_inf > 0.0f;
   const StepDecision d = decide(in);
   *step.norm = d.norm;
-  *step.skipped = d.skip;
+  *step.skipped = d.skip ? 1 : 0;
   *step.healed = 0;
   *step.decision = {d.grad_factor, d.skip};
 }
@@ -124,20 +125,18 @@ __device__ void decide_step(const PrologueArgs& args, double sum_squares, bool n
 __device__ void finish(const PrologueArgs& args) {
   const Stats& stats = args.stats;
   double sum_squares = nan("");
-  bool nonfinite = false;
-  if (stats.chunks.tensor) {
-    int first;
-    finish_stats(stats, &sum_squares, &first);
-    nonfinite = first != INT32_MAX;
-    if (threadIdx.x == 0) {
-      if (stats.sum_squares) *stats.sum_squares = sum_squares;
-      if (stats.first_nonfinite) *stats.first_nonfinite = nonfinite ? first : -1;
-    }
+  int64_t first = -1;
+  if (stats.passed) {
+    int lowest;
+    finish_stats(stats, &sum_squares, &lowest);
+    if (lowest != INT32_MAX) first = lowest;
   } else {
-    if (stats.sum_squares) sum_squares = *stats.sum_squares;
-    nonfinite = stats.first_nonfinite && *stats.first_nonfinite >= 0;
+    if (stats.given_sum_squares) sum_squares = *stats.given_sum_squares;
+    if (stats.given_first_nonfinite) first = *stats.given_first_nonfinite;
   }
-  if (threadIdx.x == 0 && args.step.decision) decide_step(args, sum_squares, nonfinite);
+  if (threadIdx.x == 0 && stats.sum_squares) *stats.sum_squares = sum_squares;
+  if (threadIdx.x == 0 && stats.first_nonfinite) *stats.first_nonfinite = first;
+  if (threadIdx.x == 0 && args.step.decision) decide_step(args, sum_squares, first >= 0);
 }
 
 __device__ __forceinline__ AdamGroup group_of(const PrologueTable& table, uint32_t packed) {

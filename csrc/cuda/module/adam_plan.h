@@ -10,9 +10,9 @@ using DeviceRate = std::tuple<size_t, uint64_t, bool>;
 
 // What a step is given from the device (0 = nothing) and where its results go.
 struct StepAddresses {
-  uint64_t scale, found_inf;              // read
-  uint64_t sum_squares, first_nonfinite;  // read, or with the step's own first pass first_nonfinite is written
-  uint64_t norm, skipped, healed;         // written
+  uint64_t scale, found_inf, sum_squares,
+      given_first;                                  // read; the last two not where the step has a first pass of its own
+  uint64_t norm, skipped, healed, first_nonfinite;  // written, a word of 8 bytes each
 };
 
 class AdamPlan : public AdamRows {
@@ -29,7 +29,8 @@ class AdamPlan : public AdamRows {
   void run(const std::vector<Group>& groups, const std::vector<DeviceRate>& rates, const StepAddresses& at,
            const StepOptions& options, bool with_stats, const py::function& allocate, const Queue& queue) const {
     check_ready();
-    if (!at.norm || !at.skipped || !at.healed) refuse("a step needs memory for norm, skipped and healed");
+    if (!at.norm || !at.skipped || !at.healed || !at.first_nonfinite)
+      refuse("a step needs memory for norm, skipped, healed and first_nonfinite");
     const std::vector<DeviceGroup> all = on_device(checked(groups), rates);
     Workspace workspace;
     const size_t decision = workspace.add<Decision>(1), records = workspace.add<StepRecord>(rows().size());
@@ -38,11 +39,12 @@ class AdamPlan : public AdamRows {
     workspace.allocate(allocate);
     Stats stats;
     if (pass) stats = pass->stats(workspace);
-    if (!pass) stats.sum_squares = pointer<double>(at.sum_squares);
+    stats.given_sum_squares = pointer<const double>(at.sum_squares);
+    stats.given_first_nonfinite = pointer<const int64_t>(at.given_first);
     stats.first_nonfinite = pointer<int64_t>(at.first_nonfinite);
     const StepPointers step{
         pointer<const float>(at.scale),   pointer<const float>(at.found_inf),     pointer<double>(at.norm),
-        pointer<bool>(at.skipped),        pointer<unsigned long long>(at.healed), workspace.at<Decision>(decision),
+        pointer<int64_t>(at.skipped),     pointer<unsigned long long>(at.healed), workspace.at<Decision>(decision),
         workspace.at<StepRecord>(records)};
     const py::gil_scoped_release nogil;
     const DeviceGuard guard(queue.device);

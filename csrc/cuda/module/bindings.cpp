@@ -83,15 +83,15 @@ void bind_plan(py::module_& m) {
       .def(
           "run",
           [](const AdamPlan& plan, const std::vector<Group>& groups, const std::vector<DeviceRate>& rates,
-             const std::array<uint64_t, 7>& at, double max_norm, bool skip_nonfinite, uint32_t seed,
+             const std::array<uint64_t, 8>& at, double max_norm, bool skip_nonfinite, uint32_t seed,
              bool stochastic_weight, bool heal, bool with_stats, const py::function& allocate, int device,
              uint64_t stream) {
-            plan.run(groups, rates, {at[0], at[1], at[2], at[3], at[4], at[5], at[6]},
+            plan.run(groups, rates, {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]},
                      {max_norm, skip_nonfinite, stochastic_weight, heal, seed}, with_stats, allocate, {device, stream});
           },
-          "addresses: scale, found_inf, sum_squares, first_nonfinite, norm, skipped, healed", arg("groups"),
-          arg("rates"), arg("addresses"), arg("max_norm"), arg("skip_nonfinite"), arg("seed"), arg("stochastic_weight"),
-          arg("heal"), arg("with_stats"), arg("allocate"), arg("device"), arg("stream"));
+          "addresses: scale, found_inf, sum_squares, given_first; norm, skipped, healed, first_nonfinite, 8 bytes each",
+          arg("groups"), arg("rates"), arg("addresses"), arg("max_norm"), arg("skip_nonfinite"), arg("seed"),
+          arg("stochastic_weight"), arg("heal"), arg("with_stats"), arg("allocate"), arg("device"), arg("stream"));
 }
 
 }  // namespace

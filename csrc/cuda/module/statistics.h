@@ -20,6 +20,8 @@ class StatsPass {
   // Once the workspace is allocated.
   Stats stats(const Workspace& workspace) const {
     Stats s;
+    s.passed = true;
+    s.squares = squares_;
     s.chunks.tensor = workspace.at<int32_t>(tensor_);
     s.chunk_count = chunks_;
     s.tensor_count = tensors_;

@@ -96,7 +96,7 @@ def _native_for_cuda(device: torch.device) -> tuple[Any, str | None]:
     try:
         module.device_count()  # torch found a device, but may be built with an older CUDA than ours
     except RuntimeError as error:
-        return None, str(error)
+        return None, str(error).removeprefix("halfstep, ")  # the callers say whose words these are
     capability = torch.cuda.get_device_capability(device)
     if not native_cuda.covers(module.archs, capability):
         arch = "".join(map(str, capability))
@@ -201,4 +201,6 @@ def _cuda_choice() -> tuple[str, str]:
         native, why_not = native_cuda_module()
     if native is None:
         return "reference", f"{why_not}; plain PyTorch runs instead: the same results, many times slower"
-    return "native", "CUDA kernels, three launches a step" + ("" if torch.cuda.is_available() else "; no device here")
+    return "native", "CUDA kernels, three launches a step for up to 580 tensors of one kind" + (
+        "" if torch.cuda.is_available() else "; no device here"
+    )

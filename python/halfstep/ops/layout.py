@@ -22,7 +22,7 @@ class PlainList(list[Tensor]):
     """Tensors that C++ has looked at (lists.py): contiguous on one device, of dtypes the kernels know. Never changed.
 
     Args:
-        table: halfstep._cpu.TensorList, which has read where they lie.
+        table: the native module's TensorList, which has read where they lie.
     """
 
     __slots__ = ("table",)

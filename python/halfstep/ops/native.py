@@ -43,6 +43,7 @@ def pair_columns(dst: Sequence[Tensor], src: Sequence[Tensor]) -> tuple[Any, ...
     return addresses(dst), codes(dst), addresses(src), codes(src), sizes(dst)
 
 
+@torch.inference_mode(False)  # the probes need version counters
 def make_reader(native: Any, device: torch.device) -> Any:
     """C++'s own look at tensors (csrc/module/tensor_reader.h), or None where it does not see what Python sees.
 

@@ -95,7 +95,11 @@ class Workspace:
 
 
 class AdamPlan(Rows):
-    """As reference.step.AdamPlan, with `run`: statistics, prologue and update in three launches."""
+    """As reference.step.AdamPlan, with `run`: statistics, prologue and update.
+
+    Three launches for up to 580 tensors of one kind (dtypes, master); one update more for each further kind, and for
+    every 406 to 812 further tensors.
+    """
 
     def __init__(self, backend: CudaBackend, rows: Sequence[AdamRow]) -> None:
         self._device = rows[0].param.device
@@ -115,9 +119,9 @@ class AdamPlan(Rows):
         self, groups: Sequence[AdamGroup], inputs: StepInputs, with_stats: bool
     ) -> tuple[StepResult, Tensor | None]:
         """The whole step; with its own first pass it also returns the index of the first non-finite gradient."""
-        norm, skipped, healed, own_first_bad = _step_results(self._device)
-        first_bad = own_first_bad if with_stats else inputs.first_bad
-        where = [inputs.scale, inputs.found_inf, inputs.sum_squares, first_bad, norm, skipped, healed]
+        norm, skipped, healed, first_bad = _step_results(self._device)
+        given = [inputs.scale, inputs.found_inf, inputs.sum_squares, inputs.first_bad]
+        where = [*given, norm, skipped, healed, first_bad]
         numbers, rates = _numbers(groups)
         with self._backend.workspace(self._device) as allocate:
             self._plan.run(
@@ -125,7 +129,7 @@ class AdamPlan(Rows):
                 inputs.skip_nonfinite, inputs.seed, inputs.stochastic_weight, inputs.heal, with_stats, allocate,
                 *queue(self._device),
             )  # fmt: skip
-        return StepResult(norm, skipped, healed), first_bad
+        return StepResult(norm, skipped, healed), first_bad if with_stats else inputs.first_bad
 
 
 def queue(device: torch.device) -> tuple[int, int]:
