@@ -94,7 +94,7 @@ def test_every_parameter_is_checked_after_one_that_loses_updates():
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("triton", "backend='triton' cannot run on cpu tensors: halfstep has no Triton kernels for the optimizer"),
+    ("triton", "backend='triton' cannot run on cpu tensors: Triton has kernels for GPUs, not for cpu tensors"),
     ("cuda", "backend='cuda': expected None, 'native', 'triton' or 'reference'"),
 ])  # fmt: skip
 def test_backends_that_are_not_there(name, message):

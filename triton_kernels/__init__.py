@@ -1,6 +1,9 @@
-"""Triton kernels, one file per operator family: a `_kernel` and the `launch` function that calls it.
+"""Triton kernels, by operator family, and their launches. Installed as `halfstep.triton_kernels`.
 
-Installed as `halfstep.triton_kernels`. Nothing here imports halfstep, and importing this package does not import
-triton: the operator layer imports the one file it needs when a GPU tensor comes. The first kernels (optimizer, cast)
-arrive with the GPU backends; until then the package is empty on purpose.
+    elements, philox, adam_math   what kernels share: dtypes and rounding, random words, the arithmetic
+    grad_stats, prologue, update  the optimizer phase       elementwise   scale, cast, accumulate
+    layout, sizes, launch         the tables they read, how much a program takes, the launches
+
+Nothing here imports halfstep, and importing this package does not import triton: the operator layer imports `launch`
+when the first GPU tensor comes.
 """

@@ -6,7 +6,6 @@ The one place that decides, and the one place a test can redirect (`override`).
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import native_cpu, native_cuda, reference_torch
+from . import native_cpu, native_cuda, reference_torch, triton_gpu
 
 NAMES = ("native", "triton", "reference")
 OPERATORS = ("grad_stats", "adam_", "unscale_", "cast_", "clip_grad_norm_", "l2_norms", "accumulate_")
@@ -64,19 +63,23 @@ def choose(device: torch.device, forced: str | None = None) -> Any:
         return _override
     if forced == "reference":
         return reference_torch
-    native, why_not = _native_for(device)
-    if forced is None and native is None:
+    chosen, why_not = _native_for(device) if forced != "triton" else _triton_for(device)
+    if chosen is None and forced is None:
+        chosen, no_triton = _triton_for(device)
+        why_not = f"{why_not}; {no_triton}"
+    if chosen is not None:
+        return chosen
+    if forced is None:
         _say_once(device.type, why_not)
         return reference_torch
-    if forced is None:
-        return native
-    if forced == "native" and native is not None:
-        return native
-    if forced == "triton":
-        why_not = "halfstep has no Triton kernels for the optimizer in this version"
     raise RuntimeError(
         f"backend={forced!r} cannot run on {device.type} tensors: {why_not}; leave backend=None to use what is there"
     )
+
+
+def _triton_for(device: torch.device) -> tuple[Any, str | None]:
+    why_not = triton_gpu.why_not(device)
+    return (None if why_not else triton_gpu.of_device(device)), why_not
 
 
 def _native_for(device: torch.device) -> tuple[Any, str | None]:
@@ -165,7 +168,6 @@ def report() -> dict[str, Any]:
         )
     else:
         cpu = ("reference", f"{error}; plain PyTorch runs instead: the same results, many times slower")
-    triton = importlib.util.find_spec("triton") is not None
     return {
         "native_cpu": {
             "built": module is not None,
@@ -175,7 +177,7 @@ def report() -> dict[str, Any]:
             "compiled_isas": list(module.compiled_isas()) if module else [],
         },
         "native_cuda": _cuda_report(),
-        "triton": {"installed": triton, "used": False, "why": "halfstep has no Triton kernels in this version"},
+        "triton": _triton_report(),
         "operators": {name: {"cpu": cpu, "cuda": _cuda_choice()} for name in OPERATORS},
     }
 
@@ -193,14 +195,28 @@ def _cuda_report() -> dict[str, Any]:
     }
 
 
+def _triton_report() -> dict[str, Any]:
+    installed = triton_gpu.installed()
+    if not torch.cuda.is_available():
+        why = "for GPUs that have no native kernels; no device here" if installed else triton_gpu.NOT_INSTALLED
+        return {"installed": installed, "used": False, "why": why}
+    device = torch.device("cuda", 0)
+    native, no_native = _native_for(device)
+    why_not = triton_gpu.why_not(device)
+    if native is not None:
+        return {"installed": installed, "used": False, "why": "the native kernels run instead"}
+    return {"installed": installed, "used": why_not is None, "why": why_not or no_native}
+
+
 def _cuda_choice() -> tuple[str, str]:
     """(backend, why) for CUDA tensors: of the first device, or of one that the kernels were built for."""
-    if torch.cuda.is_available():
-        native, why_not = _native_for(torch.device("cuda", 0))
-    else:
-        native, why_not = native_cuda_module()
-    if native is None:
-        return "reference", f"{why_not}; plain PyTorch runs instead: the same results, many times slower"
-    return "native", "CUDA kernels, three launches a step for up to 580 tensors of one kind" + (
-        "" if torch.cuda.is_available() else "; no device here"
-    )
+    here = torch.cuda.is_available()
+    device = torch.device("cuda", 0)
+    native, why_not = _native_for(device) if here else native_cuda_module()
+    without = "" if here else "; no device here"
+    if native is not None:
+        return "native", f"CUDA kernels, three launches a step for up to 580 tensors of one kind{without}"
+    no_triton = triton_gpu.why_not(device) if here else (None if triton_gpu.installed() else triton_gpu.NOT_INSTALLED)
+    if no_triton is None:
+        return "triton", f"Triton kernels, compiled at their first use: the same results{without}. {why_not}"
+    return "reference", f"{why_not}; {no_triton}; plain PyTorch runs instead: the same results, many times slower"

@@ -19,6 +19,11 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def stream(device: torch.device) -> int:
+    """The caller's current stream there, as a number; 0 where there are none."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
 def scalar_on(value: Tensor, device: torch.device, dtype: torch.dtype, name: str) -> Tensor:
     """A 1-element tensor as a 0-d one of this dtype on this device. Waits only if the value has to come to the host.
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from ..reference.optimizer import AdamGroup
 from ..reference.step import AdamRow, StepInputs, StepResult
+from . import devices
 from .native import Rows, addresses, columns, make_reader, pair_columns
+from .results import result, step_results
 
 
 class CudaBackend:
@@ -31,7 +33,7 @@ class CudaBackend:
 
     def grad_stats(self, grads: Sequence[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
         device = grads[0].device
-        total, first_bad = _result(torch.float64, device), _result(torch.int64, device)
+        total, first_bad = result(torch.float64, device), result(torch.int64, device)
         with self.workspace(device) as allocate:
             where = addresses([scale, None, total, first_bad])
             self.module.grad_stats(*columns(grads), *where, allocate, *queue(device))
@@ -40,7 +42,7 @@ class CudaBackend:
     def sums_of_squares(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         device = tensors[0].device
         each = torch.empty(len(tensors), dtype=torch.float64, device=device)
-        total, first_bad = _result(torch.float64, device), _result(torch.int64, device)
+        total, first_bad = result(torch.float64, device), result(torch.int64, device)
         with self.workspace(device) as allocate:
             where = addresses([None, each, total, first_bad])
             self.module.grad_stats(*columns(tensors), *where, allocate, *queue(device))
@@ -48,7 +50,7 @@ class CudaBackend:
 
     def unscale_(self, grads: Sequence[Tensor], factor: Tensor) -> Tensor:
         device = grads[0].device
-        first_bad = _result(torch.int64, device)
+        first_bad = result(torch.int64, device)
         with self.workspace(device) as allocate:
             self.module.scale_(*columns(grads), *addresses([factor, first_bad]), allocate, *queue(device))
         return first_bad
@@ -107,7 +109,7 @@ class AdamPlan(Rows):
         super().__init__(backend.module, rows, lambda: backend.reader(self._device))
 
     def grad_stats(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        total, first_bad = _result(torch.float64, self._device), _result(torch.int64, self._device)
+        total, first_bad = result(torch.float64, self._device), result(torch.int64, self._device)
         with self._backend.workspace(self._device) as allocate:
             self._plan.grad_stats(*addresses([scale, total, first_bad]), allocate, *queue(self._device))
         return total, first_bad
@@ -119,7 +121,7 @@ class AdamPlan(Rows):
         self, groups: Sequence[AdamGroup], inputs: StepInputs, with_stats: bool
     ) -> tuple[StepResult, Tensor | None]:
         """The whole step; with its own first pass it also returns the index of the first non-finite gradient."""
-        norm, skipped, healed, first_bad = _step_results(self._device)
+        _, norm, skipped, healed, first_bad = step_results(self._device)
         given = [inputs.scale, inputs.found_inf, inputs.sum_squares, inputs.first_bad]
         where = [*given, norm, skipped, healed, first_bad]
         numbers, rates = _numbers(groups)
@@ -134,20 +136,7 @@ class AdamPlan(Rows):
 
 def queue(device: torch.device) -> tuple[int, int]:
     """(device number, the caller's current stream on it)."""
-    if device.type != "cuda":
-        return 0, 0
-    return device.index or 0, torch.cuda.current_stream(device).cuda_stream
-
-
-def _result(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty((), dtype=dtype, device=device)
-
-
-def _step_results(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Norm, skipped, healed and first bad index in one buffer, which one copy brings to the host (outcomes.py)."""
-    whole = torch.empty(4, dtype=torch.int64, device=device)
-    norm, skipped, healed, first_bad = whole.unbind()
-    return norm.view(torch.float64), skipped.unsqueeze(0).view(torch.bool)[0], healed, first_bad
+    return device.index or 0, devices.stream(device)
 
 
 def _numbers(groups: Sequence[AdamGroup]) -> tuple[Sequence[AdamGroup], list[tuple[int, int, bool]]]:
