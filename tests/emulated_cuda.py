@@ -46,6 +46,19 @@ class EmulatedBackend(CudaBackend):
         return GuardedWorkspace(device)
 
 
+class ZeroWorkspace(Workspace):
+    """What a block that does not run would leave: a sum of 0, no value that is not finite."""
+
+    def allocate(self, size: int) -> int:
+        self._kept.append(torch.zeros(size, dtype=torch.uint8))
+        return self._kept[-1].data_ptr()
+
+
+class EndsOnly(EmulatedBackend):
+    def workspace(self, device: torch.device) -> Workspace:
+        return ZeroWorkspace(device)
+
+
 @cache
 def emulated() -> EmulatedBackend:
     return EmulatedBackend(load())
@@ -60,6 +73,16 @@ def ordered(order: tuple[int, int]) -> Iterator[None]:
         yield
     finally:
         module.set_order(*ASCENDING)
+
+
+@contextmanager
+def ends_only(blocks: int) -> Iterator[EmulatedBackend]:
+    """A backend of which only so many blocks at each end of a grid run."""
+    emulated().module.set_ends_only(blocks)
+    try:
+        yield EndsOnly(emulated().module)
+    finally:
+        emulated().module.reset_machine()
 
 
 @contextmanager

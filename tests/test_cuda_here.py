@@ -15,6 +15,9 @@ from halfstep import doctor
 from halfstep.ops import backend, native_cuda
 
 ARCHS = "75-real,80-real,86-real,89-real,90-real,100-real,120"
+KERNELS = (
+    "CUDA kernels, three launches a step for up to 580 tensors of one usual kind, at most six for 1,000 small ones"
+)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +88,7 @@ def cuda_choice() -> tuple[str, str]:
 
 def test_kernels_run_where_there_is_code_for_the_device(devices) -> None:
     devices((9, 0), module=Module())
-    assert cuda_choice() == ("native", "CUDA kernels, three launches a step for up to 580 tensors of one kind")
+    assert cuda_choice() == ("native", KERNELS)
     assert backend.report()["native_cuda"]["devices"] == [None]
     assert isinstance(backend.choose(torch.device("cuda", 0)), native_cuda.CudaBackend)
 
@@ -120,10 +123,7 @@ def test_without_the_module_plain_pytorch_runs(devices) -> None:
 
 def test_without_a_device_the_report_needs_none(devices) -> None:
     devices(module=Module())
-    assert cuda_choice() == (
-        "native",
-        "CUDA kernels, three launches a step for up to 580 tensors of one kind; no device here",
-    )
+    assert cuda_choice() == ("native", f"{KERNELS}; no device here")
     assert backend.report()["native_cuda"] == {
         "built": True, "error": None, "devices": [], "code_for": native_cuda.arch_names(ARCHS)
     }  # fmt: skip

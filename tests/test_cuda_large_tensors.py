@@ -14,7 +14,7 @@ import pytest
 import torch
 from adversarial import BFLOAT16, FLOAT16, FLOAT32
 from bits import assert_same_bits
-from emulated_cuda import EmulatedBackend, emulated
+from emulated_cuda import EmulatedBackend, ends_only
 from torch import Tensor
 
 if sys.platform != "linux":
@@ -23,7 +23,6 @@ if sys.platform != "linux":
 from folded_memory import FoldedZeros
 
 from halfstep.ops import reference_torch
-from halfstep.ops.native_cuda import Workspace
 from halfstep.reference import AdamGroup, round_stochastic, round_to
 from halfstep.reference.philox import philox_words
 from halfstep.reference.step import AdamRow, StepInputs
@@ -33,24 +32,10 @@ END = torch.tensor([3.0, 4.0, 0.0])  # written over the last elements of what is
 LAST = 7
 
 
-class ZeroWorkspace(Workspace):
-    """What a block that does not run would leave: a sum of 0, no value that is not finite."""
-
-    def allocate(self, size: int) -> int:
-        self._kept.append(torch.zeros(size, dtype=torch.uint8))
-        return self._kept[-1].data_ptr()
-
-
-class EndsOnly(EmulatedBackend):
-    def workspace(self, device: torch.device) -> Workspace:
-        return ZeroWorkspace(device)
-
-
 @pytest.fixture
-def backend() -> Iterator[EndsOnly]:
-    emulated().module.set_ends_only(2)
-    yield EndsOnly(emulated().module)
-    emulated().module.reset_machine()
+def backend() -> Iterator[EmulatedBackend]:
+    with ends_only(2) as emulated_ends:
+        yield emulated_ends
 
 
 def test_grad_stats_and_unscale(backend):

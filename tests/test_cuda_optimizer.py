@@ -7,6 +7,9 @@ depends on the order of threads or blocks, scratch memory read before it is writ
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -62,22 +65,27 @@ def test_whole_phase(order):
     assert_same_step(got, expected, cases, order)
 
 
-@each_order
-def test_three_launches(order):
-    """`run` is grad_stats and update with the same bits, in one launch for each pass and one between them."""
-    cases, inputs = whole_phase_cases()
-    cases = [case for case in cases if case.row.param.dtype == FLOAT32]
-    expected = run(native_cpu, cases, GROUPS, inputs)
+def launches_of_run(cases: list[Case], groups: list[AdamGroup], inputs: StepInputs, where: Any) -> int:
+    """How many `run` takes, the whole step. It must leave the bits of the CPU's grad_stats and update."""
+    expected = run(native_cpu, cases, groups, inputs)
+    assert expected.stats is not None
     rows = [case.row._replace(**{k: t.clone() for k, t in tensors_of(case).items() if k != "grad"}) for case in cases]
     plan = emulated().AdamPlan(rows)
     plan.set_grads([case.grad for case in cases])
-    with ordered(order), launches() as made:
-        result, first_bad = plan.run(GROUPS, inputs, with_stats=True)
-    assert len(made) == 3
-    assert expected.stats is not None
+    with launches() as made:
+        result, first_bad = plan.run(groups, inputs, with_stats=True)
     assert_same_bits(first_bad, expected.stats[1], "first_bad")
-    got = expected._replace(rows=rows, result=result)
-    assert_same_step(got, expected, cases, order)
+    assert_same_step(expected._replace(rows=rows, result=result), expected, cases, where)
+    return len(made)
+
+
+@each_order
+def test_three_launches(order):
+    """One for each pass and one between them."""
+    cases, inputs = whole_phase_cases()
+    cases = [case for case in cases if case.row.param.dtype == FLOAT32]
+    with ordered(order):
+        assert launches_of_run(cases, GROUPS, inputs, order) == 3
 
 
 @pytest.mark.parametrize("why", TO_SKIP)
@@ -138,36 +146,52 @@ def test_a_learning_rate_on_the_device(dtype, where):
     assert_same_step(run(emulated(), cases, on_device, StepInputs()), expected, cases, dtype)
 
 
-def many(count: int, groups: int, weight: tuple[torch.dtype, str | None]) -> tuple[list[Case], list[AdamGroup]]:
-    cases = [make_case(weight, weight[0], FLOAT32, 3 + i % 5, seed=i, group=i % groups) for i in range(count)]
-    return cases, [GROUPS[i % len(GROUPS)]._replace(lr=1e-3 * (i + 1)) for i in range(groups)]
+@cache
+def small_cases(weight: tuple[torch.dtype, str | None]) -> list[Case]:
+    """1,000 of them, a group each, with nothing to skip for."""
+    cases = [make_case(weight, weight[0], FLOAT32, 3 + i % 5, seed=i, group=i) for i in range(1000)]
+    return [case._replace(grad=ordinary(case.grad.numel(), case.grad.dtype, 1)) for case in cases]
+
+
+def hyper(groups: int) -> list[AdamGroup]:
+    return [GROUPS[i % len(GROUPS)]._replace(lr=1e-3 * (i + 1)) for i in range(groups)]
+
+
+CLIPPED = StepInputs(max_norm=1.0, skip_nonfinite=True, stochastic_weight=True)
 
 
 @pytest.mark.parametrize("groups", [1, 465, 1000])
 @pytest.mark.parametrize("weight", WEIGHTS, ids=WEIGHT_IDS)
 def test_launches_of_1000_small_tensors(weight, groups):
-    cases, hyper = many(1000, groups, weight)
-    cases = [case._replace(grad=ordinary(case.grad.numel(), case.grad.dtype, 1)) for case in cases]
-    inputs = StepInputs(max_norm=1.0, skip_nonfinite=True, stochastic_weight=True)
-    expected = run(native_cpu, cases, hyper, inputs)
-    plan = emulated().AdamPlan([case.row for case in cases])
-    plan.set_grads([case.grad for case in cases])
-    with launches() as made:
-        result, _ = plan.run(hyper, inputs, with_stats=True)
+    cases = [case._replace(row=case.row._replace(group=i % groups)) for i, case in enumerate(small_cases(weight))]
     usual = weight[1] is not None or weight[0] == FLOAT32
     # one for the statistics; one between the passes for every 620 groups; one update for every 406 to 580 rows
-    assert len(made) == 1 + (2 if groups == 1000 else 1) + (2 if usual else 3)
-    got = expected._replace(rows=[case.row for case in cases], result=result)
-    assert_same_step(got, expected, cases, groups)
+    expected = 1 + (2 if groups == 1000 else 1) + (2 if usual else 3)
+    assert launches_of_run(cases, hyper(groups), CLIPPED, groups) == expected
 
 
-def test_mixed_kinds_cost_one_launch_each():
-    cases = [make_case(w, w[0], FLOAT32, 5, seed=i) for i, w in enumerate(WEIGHTS * 3)]
-    plan = emulated().AdamPlan([case.row for case in cases])
-    plan.set_grads([case.grad for case in cases])
-    with launches() as made:
-        plan.run(GROUPS, StepInputs(), with_stats=True)
-    assert len(made) == 2 + 5  # float32, two kinds of master, split, and one for the two without a master
+def launches_of_mix(kinds: Sequence[int], even: bool) -> int:
+    """Of a step over 1,000 tensors of these WEIGHTS: as many of each, or one of each and the rest of the last."""
+    drawn = [kinds[i % len(kinds)] if even else kinds[min(i, len(kinds) - 1)] for i in range(1000)]
+    cases = [small_cases(WEIGHTS[kind])[i] for i, kind in enumerate(drawn)]
+    return launches_of_run(cases, hyper(1000), CLIPPED._replace(heal=even), (kinds, even))
+
+
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+@pytest.mark.parametrize("kinds", [(1, 4, 3), (5, 3, 2, 0), range(6)], ids=["3 kinds", "4 kinds", "6 kinds"])
+def test_1000_small_tensors_of_mixed_kinds(kinds, even):
+    """Every combination of kinds is in test_cuda_launches.py. Even: with stale masters, uneven: masters are trusted."""
+    assert launches_of_mix(kinds, even) <= 6
+
+
+def test_few_tensors_of_mixed_kinds_share_a_launch():
+    """Packs and rests, stale masters, split pairs that nobody made. A large tensor has the launch of its kind."""
+    sizes = [5, 1030, 16384]
+    cases = [make_case(WEIGHTS[i % 6], WEIGHTS[i % 6][0], FLOAT32, sizes[i // 6], seed=i, group=i) for i in range(18)]
+    cases.append(make_case(WEIGHTS[2], BFLOAT16, FLOAT32, 16385, seed=20))
+    cases = [case._replace(grad=ordinary(case.grad.numel(), case.grad.dtype, 1)) for case in cases]
+    assert launches_of_run(cases[:-1], GROUPS, CLIPPED, "small") == 3
+    assert launches_of_run(cases, GROUPS, CLIPPED, "one is large") == 4
 
 
 def tensors_of(case: Case) -> dict[str, torch.Tensor]:

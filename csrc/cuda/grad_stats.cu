@@ -17,6 +17,7 @@ struct StatsRow {
   int32_t tensor;
   Dtype dtype;
 };
+static_assert(Table<StatsRow>::kCapacity >= 1000);  // one launch
 
 // Eight elements from i on, those that exist; the others are 0, which adds nothing.
 template <Dtype kDtype>

@@ -13,13 +13,15 @@ enum GroupFlag : uint32_t { kDecoupled = 1, kMaximize = 2, kLrOnDevice = 4, kLrI
 constexpr int kFlagBits = 4;
 
 // Groups and rows share the by-value space, groups from the front and rows from the back: one group of 1,000 parameters and
-// 465 groups of one fit into one launch alike.
+// 465 groups of one fit into one launch alike. Two rows that bring their groups take 13 words, so 1,000 rows take at most
+// two launches.
 struct PrologueTable {
   static constexpr int kGroupWords = 5;  // lr (or its address), beta1, beta2, eps, weight_decay
   static constexpr int kWords = static_cast<int>((kTableBytes - 16) / 8);
   uint64_t word[kWords];  // a row: the counter's address, and in every second word two rows' group and flags
   int32_t groups, rows, first_record, decides;
 };
+static_assert(2 * (PrologueTable::kWords / (3 + 2 * PrologueTable::kGroupWords)) >= 500);
 
 struct PrologueArgs {
   Stats stats;

@@ -1,8 +1,7 @@
 // Second pass: one read and write of everything else. Unscales, clips, updates and casts in registers.
-#include <algorithm>
-
 #include "elements.cuh"
 #include "multi_tensor.h"
+#include "update_rows.h"
 
 namespace halfstep {
 namespace {
@@ -18,40 +17,7 @@ struct UpdateArgs {
   bool stochastic_weight;
 };
 
-struct UsualRow {
-  const void* grad;
-  void *param, *exp_avg, *exp_avg_sq;
-  void* wide;  // master or remainder
-  int64_t numel;
-  int32_t first_block;
-  int32_t record;
-};
-
-// With what only the unusual rows have.
-struct AnyRow : UsualRow {
-  void* max_exp_avg_sq;
-  int64_t first_index;
-  uint32_t param_id;
-  uint32_t kind;
-};
-
 // ---- kinds ------------------------------------------------------------------------------------------------------------------
-__host__ __device__ constexpr uint32_t packed_kind(const RowKind& k) {
-  return static_cast<uint32_t>(k.param) | static_cast<uint32_t>(k.grad) << 2 | static_cast<uint32_t>(k.state) << 4 |
-         static_cast<uint32_t>(k.master) << 6 | static_cast<uint32_t>(k.remainder) << 7 |
-         static_cast<uint32_t>(k.amsgrad) << 8 | static_cast<uint32_t>(k.heal) << 9;
-}
-
-__host__ __device__ constexpr RowKind unpacked_kind(uint32_t p) {
-  return {static_cast<Dtype>(p & 3),
-          static_cast<Dtype>(p >> 2 & 3),
-          static_cast<Dtype>(p >> 4 & 3),
-          (p >> 6 & 1) != 0,
-          (p >> 7 & 1) != 0,
-          (p >> 8 & 1) != 0,
-          (p >> 9 & 1) != 0};
-}
-
 // One of the usual kinds: known to the compiler, so the branches on it are gone.
 template <uint32_t kPacked>
 struct Usual {
@@ -246,6 +212,7 @@ void update(const std::vector<AdamRow>& rows, const StepPointers& step, const St
   left.reserve(rows.size());
   for (size_t i = 0; i < rows.size(); ++i)
     if (rows[i].numel > 0) left.push_back(row_from(rows[i], i, kind_of(rows[i], options.heal)));
+  share_launches(left);
   launch_usual<Plain>("update of float32", left, args, queue);
   launch_usual<Bf16Master>("update of bfloat16", left, args, queue);
   launch_usual<Bf16TrustedMaster>("update of bfloat16", left, args, queue);

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from adversarial import ordinary
+from adversarial import FLOATS, ordinary
 from bits import assert_all_same_bits, assert_same_bits
 from optimizer_runs import parameters
 from torch.nn import Parameter
@@ -169,9 +169,11 @@ def test_launches_of_a_step(gpu: Any, mode: str) -> None:
     assert 2 <= len(made) <= 3, made
 
 
+@pytest.mark.parametrize("dtypes", [[BFLOAT16], FLOATS], ids=["of one dtype", "of every dtype"])
 @pytest.mark.parametrize("groups", [1, 10])
-def test_launches_of_1000_small_tensors(gpu: Any, groups: int) -> None:
-    params = [Parameter(moved(ordinary(3 + i % 50, BFLOAT16, i), gpu.device)) for i in range(1000)]
+def test_launches_of_1000_small_tensors(gpu: Any, groups: int, dtypes: list[torch.dtype]) -> None:
+    each = range(1000)
+    params = [Parameter(moved(ordinary(3 + i % 50, dtypes[i % len(dtypes)], i), gpu.device)) for i in each]
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer = hs.AdamW([{"params": params[i::groups], "lr": 1e-3 * (i + 1)} for i in range(groups)], max_grad_norm=1)

@@ -215,7 +215,8 @@ def _cuda_choice() -> tuple[str, str]:
     native, why_not = _native_for(device) if here else native_cuda_module()
     without = "" if here else "; no device here"
     if native is not None:
-        return "native", f"CUDA kernels, three launches a step for up to 580 tensors of one kind{without}"
+        cost = "three launches a step for up to 580 tensors of one usual kind, at most six for 1,000 small ones"
+        return "native", f"CUDA kernels, {cost}{without}"
     no_triton = triton_gpu.why_not(device) if here else (None if triton_gpu.installed() else triton_gpu.NOT_INSTALLED)
     if no_triton is None:
         return "triton", f"Triton kernels, compiled at their first use: the same results{without}. {why_not}"

@@ -99,8 +99,8 @@ class Workspace:
 class AdamPlan(Rows):
     """As reference.step.AdamPlan, with `run`: statistics, prologue and update.
 
-    Three launches for up to 580 tensors of one kind (dtypes, master); one update more for each further kind, and for
-    every 406 to 812 further tensors.
+    Launches: three for up to 580 tensors of one usual kind (dtypes, master), or 406 small ones (16,384 elements) of any
+    kinds; at most six for 1,000 small ones, and one more for each usual kind that has large ones among them.
     """
 
     def __init__(self, backend: CudaBackend, rows: Sequence[AdamRow]) -> None:
