@@ -129,7 +129,7 @@ def test_1000_small_tensors_in_any_parts(cuts, weights, heal):
         ({PLAIN: 581, BF16_MASTER: 209, SPLIT: 210}, [580, 210, 210]),
         ({PLAIN: 580, BF16_MASTER: 1, SPLIT: 1}, [580, 2]),
     ],
-    ids=str,
+    ids=lambda numbers: "-".join(map(str, numbers.values() if isinstance(numbers, dict) else numbers)),
 )
 def test_who_shares(small, updates):
     assert sorted(step(small).updates) == sorted(updates)
