@@ -22,11 +22,11 @@ __all__ = [
 ]  # fmt: skip
 
 Tasks = Iterable[tuple[tuple[int, ...], Tensor]]  # a pattern of dtypes, and the work of its programs
-_BYTES = (4, 2, 2)  # of a dtype's elements
-_EXACT = {"enable_fp_fusion": False, "num_stages": 1}  # no multiply and add become one rounding
+ITEM_SIZES = (4, 2, 2)  # of a dtype's elements
+EXACT = {"enable_fp_fusion": False, "num_stages": 1}  # no multiply and add become one rounding
 
 
-def _tiles(widest: int, lanes: int) -> dict[str, int]:
+def tiles(widest: int, lanes: int) -> dict[str, int]:
     warps = sizes.warps(sizes.BLOCK, widest, lanes)
     return {"SHARE": sizes.SHARE, "BLOCK": sizes.BLOCK, "REST": warps * lanes, "num_warps": warps}
 
@@ -37,7 +37,7 @@ def grad_stats(
     for (dtype,), work in tasks:
         statistics.grad_stats_kernel[(work.numel(),)](
             addresses, numels, firsts, work, scale, sums, DTYPE=dtype,
-            num_warps=sizes.warps(sizes.LANES, _BYTES[dtype], lanes), **_EXACT,
+            num_warps=sizes.warps(sizes.LANES, ITEM_SIZES[dtype], lanes), **EXACT,
         )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def finish_stats(
 
 def _prologue(lanes: int) -> dict[str, Any]:
     warps = sizes.warps(sizes.PROLOGUE_BLOCK, sizes.PROLOGUE_ITEM, lanes)
-    return {"BLOCK": sizes.PROLOGUE_BLOCK, "num_warps": warps, **_EXACT}
+    return {"BLOCK": sizes.PROLOGUE_BLOCK, "num_warps": warps, **EXACT}
 
 
 def prologue(*tensors: Any, lanes: int) -> None:
@@ -67,14 +67,14 @@ def update(
     for (param, grad, state, held, amsgrad, at_random), work in tasks:
         second.update_kernel[(work.numel(),)](
             rows, grads, n, work, settings, decision, records, results, PARAM_DTYPE=param, GRAD=grad, STATE=state,
-            HELD=held, AMSGRAD=bool(amsgrad), AT_RANDOM=bool(at_random), **_tiles(4, lanes), **_EXACT,
+            HELD=held, AMSGRAD=bool(amsgrad), AT_RANDOM=bool(at_random), **tiles(4, lanes), **EXACT,
         )  # fmt: skip
 
 
 def scale(addresses: Tensor, numels: Tensor, tasks: Tasks, factor: Tensor, first_bad: Tensor, lanes: int) -> None:
     for (dtype,), work in tasks:
         elementwise.scale_kernel[(work.numel(),)](
-            addresses, numels, work, factor, first_bad, DTYPE=dtype, **_tiles(_BYTES[dtype], lanes), **_EXACT
+            addresses, numels, work, factor, first_bad, DTYPE=dtype, **tiles(ITEM_SIZES[dtype], lanes), **EXACT
         )
 
 
@@ -82,10 +82,10 @@ def cast(dsts: Tensor, srcs: Tensor, numels: Tensor, tasks: Tasks, stochastic: b
     for (dst, src), work in tasks:
         elementwise.cast_kernel[(work.numel(),)](
             dsts, srcs, numels, work, seed, DST=dst, SRC=src, AT_RANDOM=stochastic,
-            **_tiles(max(_BYTES[dst], _BYTES[src]), lanes), **_EXACT,
+            **tiles(max(ITEM_SIZES[dst], ITEM_SIZES[src]), lanes), **EXACT,
         )  # fmt: skip
 
 
 def accumulate(dsts: Tensor, srcs: Tensor, numels: Tensor, tasks: Tasks, lanes: int) -> None:
     for (_, src), work in tasks:
-        elementwise.accumulate_kernel[(work.numel(),)](dsts, srcs, numels, work, SRC=src, **_tiles(4, lanes), **_EXACT)
+        elementwise.accumulate_kernel[(work.numel(),)](dsts, srcs, numels, work, SRC=src, **tiles(4, lanes), **EXACT)

@@ -64,7 +64,7 @@ def _sum_tensors(chunk_sums, firsts, n, tensor_sums, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _total_of(tensor_sums, n):
+def total_of(tensor_sums, n):
     """In the order of the tensors."""
     total = tl.full((), 0.0, tl.float64)
     for first in range(0, n, _IN_FLIGHT):
@@ -81,7 +81,7 @@ def finish_stats_kernel(chunk_sums, firsts, n, tensor_sums, total, first_bad, BL
         chunk_sums, firsts: as grad_stats_kernel leaves and takes them; firsts has n + 1 entries.
     """
     bad = _sum_tensors(chunk_sums, firsts, n, tensor_sums, BLOCK)
-    tl.store(total, _total_of(tensor_sums, n))
+    tl.store(total, total_of(tensor_sums, n))
     tl.store(first_bad, tl.where(bad == n, -1, bad).to(tl.int64))
 
 
@@ -144,7 +144,7 @@ def prologue_kernel(
     """
     if chunk_sums is not None:
         first = _sum_tensors(chunk_sums, firsts, n, tensor_sums, BLOCK)
-        total, bad = _total_of(tensor_sums, n), tl.where(first == n, -1, first).to(tl.int64)
+        total, bad = total_of(tensor_sums, n), tl.where(first == n, -1, first).to(tl.int64)
     else:
         total = tl.full((), float("nan"), tl.float64) if given_total is None else tl.load(given_total)
         bad = tl.full((), -1, tl.int64) if given_bad is None else tl.load(given_bad)
