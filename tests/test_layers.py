@@ -24,7 +24,7 @@ LAYERS = [
     ["accumulate", "activations"],
     ["optim", "scaler", "attention", "nn", "cast", "gradients"],
     ["fused_adam"],
-    ["step_table", "states", "state_map", "hyper", "reports", "loss_scale"],
+    ["step_table", "checkpoints", "states", "state_map", "hyper", "reports", "loss_scale"],
     ["shards", "host_states", "outcomes", "wrappers"],
     ["ops"],
     ["reference", "triton_kernels", "_cpu", "_cuda", "_cuda_emulated"],

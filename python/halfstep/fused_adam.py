@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import states
-from .hyper import GroupNumbers, adam_group, merged_group, number
+from .checkpoints import matched
+from .hyper import GroupNumbers, adam_group, number
 from .ops import devices
 from .ops.layout import NARROW, check_tensor
 from .ops.optimizer import StepInputs
@@ -289,35 +290,11 @@ class FusedAdam(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        if not {"param_groups", "state"} <= state_dict.keys():
-            raise ValueError(
-                "expected an optimizer's state_dict with 'param_groups' and 'state', got the keys "
-                f"{sorted(map(str, state_dict))[:4]}; is it the model's?"
-            )
-        saved_groups, saved_states = state_dict["param_groups"], state_dict["state"]
-        ours, theirs = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
-        if ours != theirs:
-            raise ValueError(
-                f"the checkpoint has parameter groups of {theirs} parameters, this optimizer of {ours}; build it with "
-                "the same groups"
-            )
-        groups = [
-            merged_group(index, {**self.defaults, **mine}, saved, keep=(*_MODES, *self._fixed))
-            for index, (mine, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True))
-        ]
-        keys = chain.from_iterable(saved["params"] for saved in saved_groups)
-        params = [(group, p) for group in groups for p in group["params"]]
-        found = [
-            (saved_states[key], group, param, name)
-            for key, (group, param), name in zip(keys, params, self.names(), strict=True)
-            if key in saved_states
-        ]
-        for saved, _, param, name in found:
-            states.check_saved(param, saved, name)
+        groups, found = matched(self, state_dict, keep=(*_MODES, *self._fixed))
         self._tables.clear()  # in place: a trainer's wrapper shares the list
         loaded = {
-            param: states.imported(param, saved, group, self._rounds(param, group), name)
-            for saved, group, param, name in found
+            one.param: states.imported(one.param, one.saved, one.group, self._rounds(one.param, one.group), one.name)
+            for one in found
         }
         if type(self.state) is not StateMap:
             self.state = StateMap()  # what somebody assigned stays theirs, as it was
