@@ -187,3 +187,18 @@ def test_lists_refuse_dtensors(mesh):
             call([plain, sharded], [plain, sharded])
         with pytest.raises(TypeError, match=r"src_list\[0\] is a DTensor; pass its local part"):
             call([plain], [sharded])
+
+
+def test_a_compiled_step_is_the_plain_one_between_graphs(mesh, fresh_dynamo):
+    """A graph's operators take no DTensors."""
+    plain, sharded = pair(mesh, Shard(0), max_grad_norm=0.5)
+    call = torch.compile(lambda: sharded.step(), backend="aot_eager")
+    for t in range(3):
+        step(plain, t)
+        p = param(sharded)
+        p.grad = distribute_tensor(ordinary(SHAPE, p.dtype, t), mesh, [Shard(0)])
+        call()
+    assert_same_bits(param(sharded).to_local(), param(plain), "weight")
+    assert_same_bits(sharded.grad_norm, plain.grad_norm, "norm")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="keeps books in Python here"):
+        torch.compile(lambda: sharded.step(), backend="aot_eager", fullgraph=True)()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import states
+from . import compiled_step, states
 from .checkpoints import matched
 from .hyper import GroupNumbers, adam_group, number
 from .ops import devices
@@ -75,6 +75,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Drops all that can be rebuilt: the cached tables, the last step's results, the running reports."""
+        self.view = compiled_step.StepView(self)
         self._reports = StepReports()
         self._tables: list[StepTable] = []  # the last used first
         self._captured: list[StepTable] = []
@@ -83,9 +84,25 @@ class FusedAdam(torch.optim.Optimizer):
         self._nothing_done()
 
     def _nothing_done(self) -> None:
-        self.grad_norm = torch.tensor(math.nan, dtype=torch.float64)
-        self.skipped, self.healed = torch.tensor(False), torch.tensor(0)
-        self.outcome = StepOutcome(self.skipped)  # what reports and scalers read
+        view = self.view
+        view.grad_norm = torch.tensor(math.nan, dtype=torch.float64)
+        view.skipped, view.healed = torch.tensor(False), torch.tensor(0)
+        self.outcome = StepOutcome(view.skipped)  # what reports and scalers read
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """0-d float64: the norm of the last step's unscaled gradients, before clipping; NaN where it was not needed."""
+        return self.view.grad_norm
+
+    @property
+    def skipped(self) -> Tensor:
+        """0-d bool: whether the last step left everything as it was, because a gradient was Inf or NaN."""
+        return self.view.skipped
+
+    @property
+    def healed(self) -> Tensor:
+        """0-d int64: how many weights the last step found written by somebody else."""
+        return self.view.healed
 
     # ---- groups ----------------------------------------------------------------------------------------------------
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -160,6 +177,10 @@ class FusedAdam(torch.optim.Optimizer):
         parameters on several devices, of which none may update before all are looked at; plain PyTorch in place of
         kernels; eps, betas, weight_decay or max_grad_norm given as a tensor on a device.
 
+        torch.compile(fullgraph=True) takes the whole of it as one operator, which runs this same code when the graph
+        runs and reads learning rates and settings then: what the compiled function itself changes of them, or of
+        states, before step() ends the graph there (weights, gradients and learning rates that are tensors do not).
+
         In a CUDA graph: call step() once before the capture, since states are not made in one. lr is then a tensor on
         the device, filled in place (a number is frozen, as everything else). Replays are not reported; the tensors
         `skipped`, `grad_norm` and `healed` are those of right after the capture, filled anew by each. A captured step's
@@ -175,22 +196,31 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if torch.compiler.is_dynamo_compiling():
+            compiled_step.step(self)
+        else:
+            self.update()
+        return loss
+
+    def update(self) -> None:
+        """step() without a closure, hooks and profiler; to be called under no_grad."""
+        self._opt_called = True  # what schedulers ask; see the end of the file
         self._check_settings()
         groups = self._numbers(self.param_groups)
         table = self._table()
         if not table:
             self._nothing_done()
-            return loss
+            return
         try:
             if table.captures():
                 self._hold_for_replays(table)
             result, first_bad = table.run(groups, self._inputs(table))
         finally:
             table.drop_grads()
-        self.grad_norm, self.skipped, self.healed = result
-        self.outcome = StepOutcome(self.skipped, first_bad, table.names.__getitem__, self.healed)
+        view = self.view
+        view.grad_norm, view.skipped, view.healed = result
+        self.outcome = StepOutcome(view.skipped, first_bad, table.names.__getitem__, view.healed)
         self._reports.add(self.outcome)
-        return loss
 
     def _hold_for_replays(self, table: StepTable) -> None:
         """A CUDA graph goes on writing where the table's rows and buffers are, as long as it is replayed."""
@@ -314,6 +344,11 @@ class FusedAdam(torch.optim.Optimizer):
             self.state = StateMap(self.state)  # of a copy or a file
         self._forget()
         self._built = True
+
+
+# torch's schedulers replace optimizer.step by a function that notes the call and that torch.compile refuses to trace,
+# unless it has this mark. FusedAdam notes it itself.
+FusedAdam.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 def _held(state: StateMap | BorrowedStates) -> list[Any]:

@@ -41,7 +41,17 @@ def _check_writable(grads: list[Tensor], name: str) -> None:
 def _scalar(value: Tensor | float, name: str, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return devices.scalar_on(value, device, torch.float32, name)
+    if torch.compiler.is_compiling():
+        return _variable(value, device).to(torch.float32)
     return torch.full((), float(value), dtype=torch.float32, device=device)
+
+
+def _variable(value: float, device: torch.device) -> Tensor:
+    """A number that stays one variable of a compiled graph, 0-d float64: arithmetic with a tensor keeps it so.
+
+    As an argument of torch.full() or of an operator each value would be compiled anew.
+    """
+    return torch.ones((), dtype=torch.float64, device=device) * value
 
 
 @torch.no_grad()
@@ -179,9 +189,14 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         raise ValueError(f"max_norm={max_norm}: expected a number >= 0")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if error_if_nonfinite and torch.compiler.is_dynamo_compiling():
+        from .untraced import call  # whether to raise is decided by a value
+
+        return call(clip_grad_norm_, params, max_norm, error_if_nonfinite=True)
     grads = _checked([p.grad for p in params if p.grad is not None], "parameters' gradients")
     if torch.compiler.is_compiling():
-        return torch.ops.halfstep.clip_grad_norm_(grads, float(max_norm))
+        limit = _variable(max_norm, grads[0].device if grads else torch.device("cpu"))
+        return torch.ops.halfstep.clip_grad_norm_(grads, limit)
     _check_writable(grads, "gradient {}")
     if error_if_nonfinite:
         norm, _ = grad_stats(grads)

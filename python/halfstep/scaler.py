@@ -7,7 +7,7 @@ for a model on a GPU, or the reverse), and what says so below.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -44,6 +44,8 @@ class LossScaler:
 
     In a CUDA graph, with halfstep's optimizers: call scale() once before the capture. Replays move the scale if
     step() and update() are both in it; advance() and warnings know nothing of replays.
+
+    torch.compile takes scale() into its graphs; step(), unscale_(), update() and advance() run between two of them.
 
     Raises ValueError for values out of range. Survives pickle and deepcopy between update() and the next step().
 
@@ -106,6 +108,9 @@ class LossScaler:
 
         Raises RuntimeError if called twice between updates, or after step().
         """
+        if torch.compiler.is_dynamo_compiling():
+            _between_graphs(self.unscale_, optimizer)
+            return
         if not self._enabled:
             return
         if optimizer in self._unscaled or optimizer in self._stepped:
@@ -152,6 +157,8 @@ class LossScaler:
 
         Raises RuntimeError if called twice without update().
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _between_graphs(self.step, optimizer, *args, **kwargs)
         if kwargs.get("closure", args[0] if args else None) is not None and self._enabled:
             raise RuntimeError(
                 "step() with a closure is not possible under a scaler: a skipped step cannot be retried inside it"
@@ -207,6 +214,9 @@ class LossScaler:
         Raises RuntimeError if no optimizer was stepped or unscaled since the last update, ValueError for a NaN. A
         `new_scale` on a device is not read: a NaN there leaves the scale as it is.
         """
+        if torch.compiler.is_dynamo_compiling():
+            _between_graphs(self.update, new_scale)
+            return
         if not self._enabled:
             return
         if new_scale is not None:
@@ -248,6 +258,8 @@ class LossScaler:
             >>> scaler.advance(schedule), schedule.get_last_lr()
             (True, [0.125])
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _between_graphs(self.advance, scheduler, *args)
         optimizer = getattr(scheduler, "optimizer", None)
         if optimizer is None:
             raise TypeError(
@@ -316,6 +328,13 @@ class LossScaler:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start_run()
+
+
+def _between_graphs(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Under torch.compile: the graph ends, the method runs in Python, and a new graph begins behind it."""
+    from .untraced import call
+
+    return call(method, *args, **kwargs)
 
 
 def _flag(outcome: StepOutcome, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import ItemsView, Iterable, Iterator, MutableMapping, ValuesView
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -47,6 +48,11 @@ class StateMap(defaultdict):
 
     # ---- what everybody else calls ---------------------------------------------------------------------------------
     def _hand_out(self, *params: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break(
+                msg="a step in the same graph would not know of reads or writes of states; take them out of the "
+                "optimizer outside of the compiled function"
+            )
         self.handed_out.update(dict.fromkeys(params or super().__iter__()))
 
     def _taken_out(self, param: Any) -> None:

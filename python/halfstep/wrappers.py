@@ -29,9 +29,19 @@ class PassedOn:
         return held[self._name]
 
     def __set__(self, optimizer: Any, value: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            from .untraced import call
+
+            call(setattr, optimizer, self._name, value)
+            return
         vars(_innermost(optimizer))[self._name] = value
 
     def __delete__(self, optimizer: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            from .untraced import call
+
+            call(delattr, optimizer, self._name)
+            return
         self.__get__(optimizer)  # an AttributeError if it is not there
         del vars(_innermost(optimizer))[self._name]
 

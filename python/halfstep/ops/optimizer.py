@@ -75,7 +75,7 @@ def unscale_(grads: Sequence[Tensor], inv_scale: Tensor) -> Tensor:
     return first_bad
 
 
-def clip_grad_norm_(grads: Sequence[Tensor], max_norm: float) -> Tensor:
+def clip_grad_norm_(grads: Sequence[Tensor], max_norm: Tensor | float) -> Tensor:
     """Scales the gradients in place so that their global norm is at most max_norm; returns the norm before."""
     norm = norm_from(grad_stats(grads, None)[0])
     coefficient = clip_coefficient(norm, max_norm)

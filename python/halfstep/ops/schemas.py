@@ -18,14 +18,16 @@ from .optimizer import AdamGroup, AdamRow, AdamStep, StepInputs
 _library = torch.library.Library("halfstep", "DEF")
 
 
-def _define(schema: str, implementation: Callable, fake: Callable) -> None:
+def define(schema: str, implementation: Callable, fake: Callable, tags: tuple[torch.Tag, ...] = ()) -> None:
+    """Makes torch.ops.halfstep.<name>; `fake` only makes the results' shapes."""
     name = schema[: schema.index("(")]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, *tags))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfstep::{name}", fake, lib=_library)
 
 
-def _scalar(like: list[Tensor], dtype: torch.dtype) -> Tensor:
+def scalar(like: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """An empty 0-d tensor where the first of a list is."""
     return torch.empty((), dtype=dtype, device=like[0].device if like else "cpu")
 
 
@@ -40,7 +42,7 @@ def _l2_norms(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _fake_l2_norms(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    total = _scalar(tensors, torch.float64)
+    total = scalar(tensors, torch.float64)
     return total.new_empty(len(tensors)), total
 
 
@@ -49,7 +51,7 @@ def _unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None
     found_inf.copy_(torch.maximum(found_inf, (first_bad >= 0).to(found_inf.dtype)))
 
 
-def _clip_grad_norm_(grads: list[Tensor], max_norm: float) -> Tensor:
+def _clip_grad_norm_(grads: list[Tensor], max_norm: Tensor) -> Tensor:
     return optimizer_ops.clip_grad_norm_(grads, max_norm)
 
 
@@ -85,32 +87,32 @@ def _adam_(
 
 
 def _fake_adam_(params: list[Tensor], *args: object) -> tuple[Tensor, Tensor, Tensor]:
-    return _scalar(params, torch.float64), _scalar(params, torch.bool), _scalar(params, torch.int64)
+    return scalar(params, torch.float64), scalar(params, torch.bool), scalar(params, torch.int64)
 
 
-_define(
+define(
     "grad_stats(Tensor[] grads, Tensor? scale=None) -> (Tensor, Tensor)",
     _grad_stats,
-    lambda grads, scale=None: (_scalar(grads, torch.float64), _scalar(grads, torch.float32)),
+    lambda grads, scale=None: (scalar(grads, torch.float64), scalar(grads, torch.float32)),
 )
-_define("l2_norms(Tensor[] tensors) -> (Tensor, Tensor)", _l2_norms, _fake_l2_norms)
-_define(
+define("l2_norms(Tensor[] tensors) -> (Tensor, Tensor)", _l2_norms, _fake_l2_norms)
+define(
     "unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
     _unscale_,
     lambda grads, inv_scale, found_inf: None,
 )
-_define(
-    "clip_grad_norm_(Tensor(a!)[] grads, float max_norm) -> Tensor",
+define(
+    "clip_grad_norm_(Tensor(a!)[] grads, Tensor max_norm) -> Tensor",
     _clip_grad_norm_,
-    lambda grads, max_norm: _scalar(grads, torch.float64),
+    lambda grads, max_norm: scalar(grads, torch.float64),
 )
-_define(
-    "cast_(Tensor(a!)[] dst, Tensor[] src, bool stochastic=False, int seed=0) -> ()",
+define(
+    "cast_(Tensor(a!)[] dst, Tensor[] src, bool stochastic=False, SymInt seed=0) -> ()",
     _cast_,
     lambda dst, src, stochastic=False, seed=0: None,
 )
-_define("accumulate_(Tensor(a!)[] dst, Tensor[] src) -> ()", _accumulate_, lambda dst, src: None)
-_define(
+define("accumulate_(Tensor(a!)[] dst, Tensor[] src) -> ()", _accumulate_, lambda dst, src: None)
+define(
     "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor(f!)[] steps, Tensor? scale, Tensor? found_inf, "
     "float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize, "

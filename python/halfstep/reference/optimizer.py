@@ -95,10 +95,11 @@ def grad_stats(grads: Sequence[Tensor], inv_scale: float | Tensor) -> tuple[Tens
     return total, _first(bad, device)
 
 
-def clip_coefficient(norm: Tensor | float, max_norm: float) -> Tensor:
+def clip_coefficient(norm: Tensor | float, max_norm: Tensor | float) -> Tensor:
     """min(1, max_norm / (norm + 1e-6)) as a 0-d float64 tensor, as torch.nn.utils.clip_grad_norm_; NaN stays NaN."""
     norm = torch.as_tensor(norm, dtype=torch.float64)
-    return (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)
+    limit = max_norm.to(norm) if isinstance(max_norm, Tensor) else torch.full_like(norm, max_norm)
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 @torch.no_grad()
