@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from device_mirror import Mirror
@@ -13,16 +16,20 @@ from emulated_cuda import EmulatedBackend
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.ops import backend
+from halfstep.ops import backend, triton_gpu, triton_plan
 
 _PAUSE = 20_000_000  # clock cycles: some 10 ms
 
 
 class CudaDevice:
-    many_steps = 100  # until what gathers shows
+    """Args: name: the backend whose kernels are used, "native" or "triton"."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    many_steps, many_tensors = 100, 1000  # until what gathers shows
+    large = 2**31 + 5  # elements, which 32 bits do not count
+    compiles = True
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self.device, self.name = device, name
         self._profiled = False
 
     @property
@@ -31,12 +38,20 @@ class CudaDevice:
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count()) if i != self.device.index]
 
     def used(self) -> Any:
-        """Inside, tensors of the device take the CUDA kernels: here they do anyway."""
-        return nullcontext()
+        """Inside, a GPU's tensors take this backend's kernels: native ones are the usual choice, Triton's come next."""
+        if self.name == "native":
+            return nullcontext()
+        return mock.patch.object(backend, "_native_for_cuda", return_value=(None, "set aside by a test"))
 
     def mirror(self) -> Mirror:
-        """The kernels for tensors on the host, with guards around their scratch memory."""
+        """The kernels for tensors on the host, the native ones with guards around their scratch memory."""
+        if self.name == "triton":
+            return Mirror(triton_gpu.of_device(self.device), self.device)
         return Mirror(EmulatedBackend(backend.native_cuda_module()[0]), self.device)
+
+    def shapes(self, wanted: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """For a test's tensors: the wanted ones, or less of them where a kernel takes long."""
+        return list(wanted)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -60,6 +75,14 @@ class CudaDevice:
             torch.cuda._sleep(_PAUSE)
             yield
         outside.wait_stream(stream)
+
+    @contextmanager
+    def unordered_stream(self) -> Iterator[None]:
+        """Inside, a stream that waits for no other; at the end the host waits for it."""
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
 
     def capture(self, work: Callable[[], Any]) -> Callable[[], None]:
         """Records the work in a CUDA graph, without doing it; the result does it."""
@@ -108,5 +131,13 @@ def _set_sync_debug_mode(mode: int | str) -> None:
 
 
 def kernels(events: Any, where: DeviceType) -> list[str]:
-    """halfstep's own among the events of a profile, by their namespace."""
-    return [event.name for event in events if event.device_type == where and "halfstep" in event.name]
+    """halfstep's own among the events of a profile: by their namespace, or Triton's by their names."""
+    return [e.name for e in events if e.device_type == where and ("halfstep" in e.name or e.name in triton_kernels())]
+
+
+@cache
+def triton_kernels() -> frozenset[str]:
+    if not triton_gpu.installed():
+        return frozenset()
+    files = [found for found in vars(triton_plan.kernels()).values() if isinstance(found, ModuleType)]
+    return frozenset(name for file in files for name in vars(file) if name.endswith("_kernel"))

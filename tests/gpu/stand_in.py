@@ -1,4 +1,5 @@
-"""The CPU in the place of a GPU (`pytest tests/gpu --stand-in`): the emulated kernels, and nothing is asynchronous.
+"""The CPU in the place of a GPU (`pytest tests/gpu --stand-in`): CUDA kernels emulated, or Triton's interpreted if
+TRITON_INTERPRET=1; nothing is asynchronous.
 
 It runs the tests of this folder where there is no GPU, so that what they say is known to be right before one is there.
 What only a GPU can tell (order on streams, real captures, real waits) it cannot.
@@ -6,35 +7,36 @@ What only a GPU can tell (order on streams, real captures, real waits) it cannot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import emulated_cuda
+import numpy
 import torch
 from allocations import Allocations
 from device_mirror import Mirror
 from no_sync import forbid_waits
 
-from halfstep.ops import backend
+from halfstep.ops import backend, triton_gpu
 from halfstep.ops.native_cuda import CudaBackend
 
 
 class StandIn:
     """As CudaDevice."""
 
-    many_steps = 3
+    many_steps, many_tensors, large = 3, 1000, 2**17 + 5
+    compiles = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.others = [torch.device("cpu")]
 
-    def used(self) -> Any:
-        return backend.override(unguarded())
-
-    def mirror(self) -> Mirror:
-        return Mirror(emulated_cuda.emulated(), self.device)
+    def shapes(self, wanted: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return list(wanted)
 
     def synchronize(self) -> None:
         pass
@@ -43,6 +45,9 @@ class StandIn:
         return forbid_waits()
 
     def side_stream(self) -> Any:
+        return nullcontext()
+
+    def unordered_stream(self) -> Any:
         return nullcontext()
 
     def capture(self, work: Callable[[], Any]) -> Callable[[], None]:
@@ -57,7 +62,17 @@ class StandIn:
         return seen.peak
 
     def free_bytes(self) -> int:
-        return 0
+        return 2**40
+
+
+class Emulated(StandIn):
+    name = "native"
+
+    def used(self) -> Any:
+        return backend.override(unguarded())
+
+    def mirror(self) -> Mirror:
+        return Mirror(emulated_cuda.emulated(), self.device)
 
     @contextmanager
     def launches(self) -> Iterator[list[str]]:
@@ -71,3 +86,38 @@ class StandIn:
 def unguarded() -> CudaBackend:
     """Without guards around its scratch memory: whoever looks at them reads, which `no_waits` takes for a wait."""
     return CudaBackend(emulated_cuda.emulated().module)
+
+
+class Interpreted(StandIn):
+    name = "triton"
+    many_tensors, large = 20, 2**12 + 5  # 1,024 elements take the interpreter some 40 ms
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        # numpy warns of the overflows and NaNs that the kernels are there for
+        with backend.override(triton_gpu.of_device(self.device)), numpy.errstate(over="ignore", invalid="ignore"):
+            yield
+
+    def mirror(self) -> Mirror:
+        return Mirror(triton_gpu.of_device(self.device), self.device)
+
+    def shapes(self, wanted: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """So much of the first dimension that there is a whole block and a rest."""
+        return [
+            (min(shape[0], max(1, 1100 // max(1, math.prod(shape[1:])))), *shape[1:]) if shape else ()
+            for shape in wanted
+        ]
+
+    @contextmanager
+    def launches(self) -> Iterator[list[str]]:
+        from triton.runtime.interpreter import GridExecutor
+
+        made: list[str] = []
+        call = GridExecutor.__call__
+
+        def counted(executor: Any, *args: Any, **options: Any) -> None:
+            made.append(executor.fn.__name__)
+            call(executor, *args, **options)
+
+        with mock.patch.object(GridExecutor, "__call__", counted):
+            yield made

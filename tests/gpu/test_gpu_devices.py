@@ -12,7 +12,6 @@ from twins import BFLOAT16, FLOAT32, Twins, moved, quiet
 
 import halfstep as hs
 
-NUMEL = 2**31 + 5
 END = [3.0, 4.0, 0.0]
 
 
@@ -78,16 +77,15 @@ def test_functions_on_another_device(gpu: Any) -> None:
 
 def needs(gpu: Any, size: int) -> int:
     """Elements of the large tests: past 2**31, or few where nothing has so much memory."""
-    if gpu.device.type == "cpu":
-        return 2**17 + 5
-    if gpu.free_bytes() < size + 2**30:
-        pytest.skip(f"needs {size / 1e9:.0f} GB of free GPU memory")
-    return NUMEL
+    if gpu.free_bytes() < size * gpu.large + 2**30:
+        pytest.skip(f"needs {size * gpu.large / 1e9:.0f} GB of free GPU memory")
+    return gpu.large
 
 
+@pytest.mark.xdist_group("large")
 def test_lists_past_31_bits(gpu: Any) -> None:
     """Their last elements get what belongs to them, the first stay 0."""
-    numel = needs(gpu, NUMEL * (2 + 4))
+    numel = needs(gpu, 2 + 4)
     x = torch.zeros(numel, dtype=BFLOAT16, device=gpu.device)
     y = torch.zeros(numel, dtype=FLOAT32, device=gpu.device)
     x[-3:] = torch.tensor(END, device=gpu.device)
@@ -105,9 +103,10 @@ def test_lists_past_31_bits(gpu: Any) -> None:
     assert not y[:100].any()
 
 
+@pytest.mark.xdist_group("large")
 def test_a_step_past_31_bits(gpu: Any) -> None:
     """The last elements get what they get in a short tensor on the CPU."""
-    numel = needs(gpu, NUMEL * (2 + 2 + 2 + 4 + 4 + 8))
+    numel = needs(gpu, 2 + 2 + 2 + 4 + 4 + 8)
     tail = torch.tensor(END, dtype=BFLOAT16)
     twins = Twins(gpu, BFLOAT16, weights=[tail], master="split", max_grad_norm=1.0)
     large = Parameter(torch.zeros(numel, dtype=BFLOAT16, device=gpu.device))

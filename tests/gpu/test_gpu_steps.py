@@ -21,7 +21,7 @@ from twins import BFLOAT16, FLOAT16, FLOAT32, MODES, SHAPES, Twins, moved, quiet
 
 import halfstep as hs
 
-LENGTHS = [0, 1, 7, 1023, 8193, 16385, 65537]
+LENGTHS = [(0,), (1,), (7,), (1023,), (8193,), (16385,), (65537,)]
 
 
 @pytest.mark.parametrize("cls", [hs.AdamW, hs.Adam])
@@ -49,7 +49,8 @@ def test_groups_have_their_own_settings(gpu: Any) -> None:
 
 def test_a_large_tensor_among_small_ones(gpu: Any) -> None:
     """Several chunks and blocks."""
-    twins = Twins(gpu, BFLOAT16, weights=parameters(BFLOAT16, [(3,), (70001,), (5,), (65536,)]), max_grad_norm=0.1)
+    weights = parameters(BFLOAT16, gpu.shapes([(3,), (70001,), (5,), (65536,)]))
+    twins = Twins(gpu, BFLOAT16, weights=weights, max_grad_norm=0.1)
     for t in range(2):
         twins.step(t)
         twins.assert_same()
@@ -59,7 +60,7 @@ def test_a_large_tensor_among_small_ones(gpu: Any) -> None:
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_layouts(gpu: Any, dtype: torch.dtype, layout: str) -> None:
     """Of parameters and of gradients."""
-    weights = [laid_out(ordinary(shape, dtype, 3), layout) for shape in [(4, 6), (2, 3, 4, 5), (300, 7)]]
+    weights = [laid_out(ordinary(shape, dtype, 3), layout) for shape in gpu.shapes([(4, 6), (2, 3, 4, 5), (300, 7)])]
     twins = Twins(gpu, dtype, weights=weights, max_grad_norm=0.5)
     for t in range(2):
         twins.backward(t)
@@ -148,18 +149,18 @@ def test_checkpoints_go_between_devices(gpu: Any) -> None:
 
 
 # ---- functions on lists ----------------------------------------------------------------------------------------------
-def finite(seed: int) -> list[torch.Tensor]:
-    return [ordinary(n, FLOATS[i % 3], seed + i) for i, n in enumerate(LENGTHS)]
+def finite(gpu: Any, seed: int) -> list[torch.Tensor]:
+    return [ordinary(n, FLOATS[i % 3], seed + i) for i, n in enumerate(gpu.shapes(LENGTHS))]
 
 
-def any_numbers(seed: int) -> list[torch.Tensor]:
-    return [awkward(n, FLOATS[i % 3], seed + i) for i, n in enumerate(LENGTHS)]
+def any_numbers(gpu: Any, seed: int) -> list[torch.Tensor]:
+    return [awkward(math.prod(n), FLOATS[i % 3], seed + i) for i, n in enumerate(gpu.shapes(LENGTHS))]
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_cast(gpu: Any, rounding: str) -> None:
     for dtype in FLOATS:
-        src = any_numbers(1)
+        src = any_numbers(gpu, 1)
         expected, got = ([torch.empty_like(s, dtype=dtype, device=d) for s in src] for d in ("cpu", gpu.device))
         hs.cast_(expected, src, rounding=rounding, seed=7)
         with gpu.used():
@@ -168,8 +169,8 @@ def test_cast(gpu: Any, rounding: str) -> None:
 
 
 def test_accumulate(gpu: Any) -> None:
-    src = any_numbers(2)
-    expected = [awkward(n, FLOAT32, i) for i, n in enumerate(LENGTHS)]
+    src = any_numbers(gpu, 2)
+    expected = [awkward(s.numel(), FLOAT32, i) for i, s in enumerate(src)]
     got = [moved(e, gpu.device) for e in expected]
     hs.accumulate_(expected, src)
     with gpu.used():
@@ -179,7 +180,7 @@ def test_accumulate(gpu: Any) -> None:
 
 @pytest.mark.parametrize("numbers", [finite, any_numbers])
 def test_statistics(gpu: Any, numbers: Any) -> None:
-    grads = numbers(3)
+    grads = numbers(gpu, 3)
     away = [moved(g, gpu.device) for g in grads]
     with gpu.used():
         got = [*hs.grad_stats(away, 3.0), *hs.l2_norms(away)]
@@ -189,7 +190,7 @@ def test_statistics(gpu: Any, numbers: Any) -> None:
 
 @pytest.mark.parametrize("numbers", [finite, any_numbers])
 def test_unscale(gpu: Any, numbers: Any) -> None:
-    grads = numbers(4)
+    grads = numbers(gpu, 4)
     away, found = [moved(g, gpu.device) for g in grads], torch.zeros(1, device=gpu.device)
     with gpu.used():
         hs.unscale_(away, 0.37, found)
@@ -200,7 +201,7 @@ def test_unscale(gpu: Any, numbers: Any) -> None:
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping(gpu: Any, max_norm: float) -> None:
-    params = parameters(FLOAT32, SHAPES)
+    params = parameters(FLOAT32, gpu.shapes(SHAPES))
     for p in params:
         p.grad = ordinary(tuple(p.shape), FLOAT32, 1)
     away = [Parameter(moved(p.detach(), gpu.device)) for p in params]

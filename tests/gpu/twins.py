@@ -46,7 +46,7 @@ class Twins:
         weights: Sequence[Tensor] | None = None, rate: Tensor | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.gpu = gpu
-        weights = parameters(dtype, SHAPES) if weights is None else weights
+        weights = parameters(dtype, gpu.shapes(SHAPES)) if weights is None else weights
         self.host_params = [Parameter(w.detach().clone()) for w in weights]
         self.params = [Parameter(moved(w.detach(), gpu.device)) for w in weights]
         self.host = cls(self.host_params, **options)
