@@ -1,4 +1,4 @@
-"""`make gpu`: the tests that need a GPU, then the benches; each part in its own time, none stops those after it.
+"""`make gpu`: each backend's tests, then the benches; each part in its own time, none stops those after it.
 
     python tests/gpu_run.py FOLDER     rows of the benches and log.txt go to FOLDER
 
@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import gpu_state
+import torch
 
-TESTS = [sys.executable, "-m", "pytest", "tests/gpu", "--override-ini=addopts=-ra", "-p", "no:cacheprovider"]
+from halfstep.ops import backend, triton_gpu
+
+TESTS = [
+    sys.executable, "-m", "pytest", "tests/gpu", "--override-ini=addopts=-ra", "-p", "no:cacheprovider", "-q",
+    "--backend",
+]  # fmt: skip
 SANITIZED = "test_accumulate or test_statistics or (test_steps and AdamW and (split or master))"
 _REFUSED = "Device not supported"  # by compute-sanitizer, on some virtual machines
+# Triton compiles most kernels at the first run, and a process compiles one at a time
+WORKERS = ["-n", "auto", "--maxprocesses=8", "--dist", "loadgroup"]
 BUDGET = 420  # seconds for all parts, so that with a build before them it can be nine minutes
 
 
@@ -40,22 +48,42 @@ class Outcome(NamedTuple):
         return self.result != "passed" and not self.result.startswith("not possible")
 
 
-def parts(folder: Path) -> tuple[list[Part], str | None]:
-    """What is run, in order; and why something is left out."""
-    chosen, missing = [Part("tests on the GPU", [*TESTS, "-q", "--durations=10"], 170)], None
+def parts(folder: Path) -> tuple[list[Part], list[str]]:
+    """What is run, in order; and what is left out, and why."""
     tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    chosen, left_out = [], []
+    backends = [("native", [], 110, ("memcheck", "racecheck", "initcheck")), ("triton", WORKERS, 120, ("memcheck",))]
+    checks: list[Part] = []
+    for name, workers, seconds, wanted in backends:
+        if reason := why_not(name):
+            left_out.append(f"the tests of the backend {name!r} were not run: {reason}")
+            continue
+        chosen.append(Part(f"tests, {name}", [*TESTS, name, "--durations=10", *workers], seconds))
+        checks += [_sanitized(tool, check, name) for check in wanted if tool]
     if tool is None:
-        missing = "compute-sanitizer is not on the PATH: memcheck, racecheck and initcheck were not run"
-    for check in ("memcheck", "racecheck", "initcheck") if tool else ():
-        # Memory that torch keeps for itself would hide what is read beyond a tensor, or before it is written.
-        watched = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", tool, "--tool", check, "--error-exitcode", "9"]
-        if check != "initcheck":  # which has to see what torch's kernels write
-            watched += ["--kernel-regex", "kns=halfstep"]
-        chosen.append(Part(check, [*watched, *TESTS, "-q", "-x", "-k", SANITIZED], 40))
-    for bench, seconds in (("optimizer", 130), ("cast", 90)):
+        left_out.append("compute-sanitizer is not on the PATH: memcheck, racecheck and initcheck were not run")
+    chosen += checks
+    for bench, seconds in (("optimizer", 105), ("cast", 65)):
         command = [sys.executable, "-m", "halfstep", "bench", bench, "--device", "cuda", "--out", str(folder)]
         chosen.append(Part(f"bench {bench}", [*command, "--rounds", "7"], seconds))
-    return chosen, missing
+    return chosen, left_out
+
+
+def why_not(name: str) -> str | None:
+    """Why a backend's kernels do not run on the current GPU."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return backend._native_for(device)[1] if name == "native" else triton_gpu.why_not(device)
+
+
+def _sanitized(tool: str, check: str, name: str) -> Part:
+    # Memory that torch keeps for itself would hide what is read beyond a tensor, or before it is written.
+    watched = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", tool, "--tool", check, "--error-exitcode", "9"]
+    if check != "initcheck":  # which has to see what torch's kernels write
+        watched += [
+            "--kernel-regex",
+            "kns=halfstep" if name == "native" else "kns=_kernel",
+        ]  # Triton's have no namespace
+    return Part(f"{check}, {name}", [*watched, *TESTS, name, "-x", "-k", SANITIZED], 30)
 
 
 def run(chosen: Sequence[Part], log: Path, budget: float = BUDGET) -> list[Outcome]:
@@ -114,11 +142,11 @@ def main(arguments: Sequence[str]) -> int:
     if gpu_state.main():
         return 1
     folder.mkdir(parents=True, exist_ok=True)
-    chosen, missing = parts(folder)
+    chosen, left_out = parts(folder)
     outcomes = run(chosen, folder / "log.txt")
     summary = ["", *headlines(folder), ""]
     summary += [f"{o.part.name:20} {o.seconds:5.0f} s  {o.result}" for o in outcomes]
-    summary += [missing] if missing else []
+    summary += left_out
     print("\n".join(summary))
     with (folder / "log.txt").open("a", encoding="utf-8") as file:
         file.write("\n".join(summary) + "\n")

@@ -6,6 +6,7 @@ Guards: a test that would fail on a GPU because of itself, one part that hides t
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from fake_cuda import fake_cuda, fake_profile
 
 from halfstep.bench import command
-from halfstep.ops import backend
+from halfstep.ops import backend, triton_gpu
 
 sys.path.append(str(Path(__file__).parent / "gpu"))
 
@@ -31,7 +32,15 @@ CHOSEN = (
 )
 
 
-def pytest_of_gpu(root: Path, *options: str) -> tuple[int, str]:
+TRITON = {"TRITON_INTERPRET": "1"}
+# Interpreted, a step takes about a second: every test, in few of its modes. tests/interpreted has the kernels' own
+INTERPRETED = (
+    "not kernels and not amsgrad and not states and not 10- and not float16 and not dtype1 and not float64 "
+    "and not (test_steps and (float32 or Adam])) and not (layouts and (plain or transposed or gaps))"
+)
+
+
+def pytest_of_gpu(root: Path, *options: str, **environment: str) -> tuple[int, str]:
     command = [
         sys.executable,
         "-m",
@@ -42,12 +51,17 @@ def pytest_of_gpu(root: Path, *options: str) -> tuple[int, str]:
         "-p",
         "no:cacheprovider",
     ]
-    done = subprocess.run([*command, *options], cwd=root, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [*command, *options], cwd=root, env={**os.environ, **environment}, capture_output=True, text=True, timeout=500
+    )
     return done.returncode, done.stdout
 
 
-def test_the_gpus_tests_hold_under_the_emulator(root: Path) -> None:
-    status, told = pytest_of_gpu(root, "--stand-in", "-k", CHOSEN)
+@pytest.mark.parametrize(
+    "stand_in", [(CHOSEN, {}), (INTERPRETED, TRITON)], ids=["native, emulated", "Triton, interpreted"]
+)
+def test_the_gpus_tests_hold_where_there_is_none(root: Path, stand_in: tuple[str, dict[str, str]]) -> None:
+    status, told = pytest_of_gpu(root, "--stand-in", "-k", stand_in[0], **stand_in[1])
     assert status == 0, told[-4000:]
     assert "skipped" not in told
     assert "xfailed" not in told
@@ -59,17 +73,32 @@ def test_without_a_gpu_all_are_skipped_for_one_reason(root: Path) -> None:
     status, told = pytest_of_gpu(root)
     assert status == 0, told[-4000:]
     (reason,) = [line for line in told.splitlines() if line.startswith("SKIPPED")]
-    assert "tests/gpu: torch finds no NVIDIA GPU here" in reason
+    assert "tests/gpu: torch finds no GPU here" in reason
     assert "passed" not in told
 
 
-def test_the_sanitizers_have_something_to_do(root: Path) -> None:
-    status, told = pytest_of_gpu(root, "--stand-in", "--collect-only", "-k", gpu_run.SANITIZED)
+@pytest.mark.parametrize("environment", [{}, TRITON], ids=["native", "Triton"])
+def test_the_sanitizers_have_something_to_do(root: Path, environment: dict[str, str]) -> None:
+    status, told = pytest_of_gpu(root, "--stand-in", "--collect-only", "-k", gpu_run.SANITIZED, **environment)
     assert status == 0, told[-4000:]
     chosen = [line for line in told.splitlines() if "::" in line]
     assert 5 <= len(chosen) <= 12
+    assert all(("[triton" if environment else "[native") in line for line in chosen)
     for part in ("test_accumulate", "test_statistics", "split", "no master"):
         assert any(part in line for line in chosen), part
+
+
+def test_tests_of_one_backend_are_not_there_for_the_other(root: Path) -> None:
+    collected = {}
+    for name in ("native", "triton"):
+        status, told = pytest_of_gpu(root, "--collect-only", "--backend", name)
+        assert status == 0, told[-4000:]
+        collected[name] = {line for line in told.splitlines() if "::" in line}
+    assert not any("triton" in line for line in collected["native"])
+    assert not any("[native" in line for line in collected["triton"])
+    in_both = {line.replace("[triton", "[native") for line in collected["triton"]}
+    assert collected["native"] < in_both
+    assert all("test_gpu_triton" in line for line in in_both - collected["native"])
 
 
 # ---- the device, with a torch.cuda that does nothing -----------------------------------------------------------------
@@ -79,7 +108,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_memory_streams_and_waits_of_a_device(cuda: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = cuda_device.CudaDevice(torch.device("cuda", 0))
+    gpu = cuda_device.CudaDevice(torch.device("cuda", 0), "native")
     assert [device.index for device in gpu.others] == [1]
     with gpu.no_waits():
         cuda["set_sync_debug_mode"].assert_called_with("error")
@@ -98,16 +127,35 @@ def test_memory_streams_and_waits_of_a_device(cuda: dict[str, Any], monkeypatch:
     cuda["graph"].assert_called_once_with(cuda["CUDAGraph"].return_value)
     replay()
     cuda["CUDAGraph"].return_value.replay.assert_called_once_with()
+    with gpu.unordered_stream():
+        assert cuda["stream"].call_count == 2
+    cuda["Stream"].return_value.synchronize.assert_called_once_with()
     monkeypatch.setattr(backend, "native_cuda_module", lambda: (object(), None))
     assert gpu.mirror().device == gpu.device
 
 
+def test_the_device_with_tritons_kernels(cuda: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are found as on a machine that has no others."""
+    gpu = cuda_device.CudaDevice(torch.device("cuda", 0), "triton")
+    theirs = triton_gpu.TritonBackend(torch.device("cpu"))
+    monkeypatch.setattr(triton_gpu, "why_not", lambda device: None)
+    monkeypatch.setattr(triton_gpu, "of_device", lambda device: theirs)
+    monkeypatch.setattr(backend, "_native_for_cuda", lambda device: ("native", None))
+    assert backend.choose(gpu.device) == "native"
+    with gpu.used():
+        assert backend.choose(gpu.device) is theirs
+        assert backend.choose(torch.device("cpu")).name == "native"
+    assert gpu.mirror().backend is theirs
+
+
 def test_halfsteps_kernels_are_counted(cuda: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = cuda_device.CudaDevice(torch.device("cpu"))
-    monkeypatch.setattr(cuda_device, "profile", fake_profile(["void halfstep::update<1>(int)", "vectorized", "Memset"]))
+    ours = ["void halfstep::update<1>(int)", "update_kernel", "grad_stats_kernel", "prologue_kernel", "cast_kernel"]
+    gpu = cuda_device.CudaDevice(torch.device("cpu"), "native")
+    others = ["vectorized", "Memset", "void at::native::elementwise_kernel<1>()"]
+    monkeypatch.setattr(cuda_device, "profile", fake_profile(ours + others))
     with gpu.launches() as made:
         pass
-    assert made == ["void halfstep::update<1>(int)"]
+    assert made == ours
 
 
 # ---- make gpu --------------------------------------------------------------------------------------------------------
@@ -142,14 +190,24 @@ def test_all_parts_together_have_a_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tool", ["/opt/compute-sanitizer", None])
-def test_the_parts(tool: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("missing", [[], ["native"], ["triton"]], ids=str)
+def test_the_parts(tool: str | None, missing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests first, then the sanitizers if they are there, then both benches; their options exist."""
     monkeypatch.setattr(gpu_run.shutil, "which", lambda name: tool)
-    chosen, missing = gpu_run.parts(tmp_path)
-    checks = ["memcheck", "racecheck", "initcheck"] if tool else []
-    assert [p.name for p in chosen] == ["tests on the GPU", *checks, "bench optimizer", "bench cast"]
-    assert (missing is None) == (tool is not None)
+    monkeypatch.setattr(gpu_run, "why_not", lambda name: "not built" if name in missing else None)
+    chosen, left_out = gpu_run.parts(tmp_path)
+    there = [name for name in ("native", "triton") if name not in missing]
+    checks = {"native": ["memcheck", "racecheck", "initcheck"], "triton": ["memcheck"]} if tool else {}
+    expected = [f"tests, {name}" for name in there]
+    expected += [f"{check}, {name}" for name in there for check in checks.get(name, [])]
+    assert [p.name for p in chosen] == [*expected, "bench optimizer", "bench cast"]
+    assert [line for line in left_out if "not built" in line] == [
+        f"the tests of the backend {name!r} were not run: not built" for name in missing
+    ]
+    assert any("compute-sanitizer" in line for line in left_out) == (tool is None)
     assert sum(p.seconds for p in chosen) <= gpu_run.BUDGET + 100, "each limit is above what the part takes"
+    for p in chosen[: len(there)]:
+        assert p.command[p.command.index("--backend") + 1] == p.name.removeprefix("tests, ")
     for p in chosen[-2:]:
         options = p.command[p.command.index("bench") + 2 :]
         given = command._parser("x", "").parse_args(options)
@@ -168,7 +226,7 @@ def test_a_failed_part_is_the_exit_status(
     monkeypatch.setattr(gpu_run.gpu_state, "main", lambda: 0)
     for script, status in (("pass", 0), ("exit(1)", 1)):
         chosen = [part("only", script)]
-        monkeypatch.setattr(gpu_run, "parts", lambda folder, chosen=chosen: (chosen, "something was left out"))
+        monkeypatch.setattr(gpu_run, "parts", lambda folder, chosen=chosen: (chosen, ["something was left out"]))
         assert gpu_run.main([str(tmp_path)]) == status
         shown = capsys.readouterr().out.splitlines()
         assert shown[-1] == "something was left out"

@@ -97,6 +97,20 @@ class AdamRows {
     return true;
   }
 
+  // Where the gradients are, and their dtype codes, for who launches kernels from Python; None if the last call said the same.
+  py::object moved_grads() {
+    Addresses where(grads_.size());
+    Integers codes(grads_.size());
+    for (size_t i = 0; i < grads_.size(); ++i) {
+      where[i] = reinterpret_cast<uintptr_t>(grads_[i].data);
+      codes[i] = static_cast<int64_t>(grads_[i].dtype);
+    }
+    if (where == told_where_ && codes == told_codes_) return py::none();
+    told_where_ = where;
+    told_codes_ = codes;
+    return py::make_tuple(std::move(where), std::move(codes));
+  }
+
   // Lets go of the gradients; the next step brings its own.
   void drop_grads() {
     grads_.clear();
@@ -138,6 +152,8 @@ class AdamRows {
   std::vector<TensorRef> grads_;
   std::unique_ptr<KeptTensors> kept_;  // gradients, from read() to the end of the step
   ParamWatch watch_;
+  Addresses told_where_;  // what moved_grads() said last
+  Integers told_codes_;
   int64_t elements_ = 0;
   size_t groups_needed_ = 0;
   bool ready_ = false;

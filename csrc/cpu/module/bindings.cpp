@@ -165,5 +165,6 @@ PYBIND11_MODULE(_cpu, m) {
   bind_rows(py::class_<AdamPlan>(m, "AdamPlan", py::module_local()))
       .def("grad_stats", &AdamPlan::stats, arg("factor"), arg("threads"), arg("isa"))
       .def("update", &AdamPlan::update, arg("groups"), arg("grad_factor"), arg("seed"), arg("stochastic_weight"),
-           arg("heal"), arg("threads"), arg("isa"));
+           arg("heal"), arg("threads"), arg("isa"))
+      .def("moved_grads", &AdamPlan::moved_grads);
 }

@@ -133,5 +133,9 @@ class Rows:
             return False
         return self._plan.read(reader, params)
 
+    def moved_grads(self) -> tuple[list[int], list[int]] | None:
+        """Addresses and dtype codes of this step's gradients; None if the last call gave the same. Only of _cpu."""
+        return self._plan.moved_grads()
+
     def drop_grads(self) -> None:
         self._plan.drop_grads()

@@ -10,14 +10,15 @@ import importlib.util
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..reference.step import AdamRow
-from .native import addresses, codes, sizes
+from . import native_cpu
+from .native import addresses, codes, make_reader, sizes
 from .results import result
 from .triton_plan import AdamPlan, kernels
 from .triton_tables import HostMemory, Pattern, Words, first_parts, tasks
@@ -62,6 +63,14 @@ class TritonBackend:
         self.lanes = 32 if device.type == "cpu" else torch.cuda.get_device_properties(device).warp_size
         self._tables: OrderedDict[Any, ListTable] = OrderedDict()
         self._captured: list[ListTable] = []
+
+    @cached_property
+    def reader(self) -> Any:
+        """C++'s own look at this device's tensors (native.py): the CPU's module has it, which may be missing."""
+        try:
+            return make_reader(native_cpu._native(), self.device)
+        except ImportError:
+            return None
 
     def current(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..reference.optimizer import AdamGroup
 from ..reference.step import AdamRow, StepInputs, StepResult
-from .native import addresses, codes, sizes
+from . import native_cpu
+from .native import Rows, addresses, codes, sizes
 from .results import result, step_results
 from .triton_tables import Pattern, Words, first_parts, tasks
 
@@ -24,6 +25,9 @@ _NOTHING_WIDER, _MASTER, _CHECKED_MASTER, _REMAINDER = range(4)  # how a weight 
 _DECOUPLED, _MAXIMIZE, _LR_ON_DEVICE, _LR_IS_DOUBLE = 1, 2, 4, 8  # flags of a group: triton_kernels/layout.py
 
 
+Grads = tuple[list[int], list[int]]  # addresses, dtype codes
+
+
 class AdamPlan:
     """As reference.step.AdamPlan, with `run`: statistics, prologue and update.
 
@@ -33,7 +37,7 @@ class AdamPlan:
     """
 
     def __init__(self, backend: TritonBackend, rows: Sequence[AdamRow]) -> None:
-        self._backend, self._device = backend, rows[0].param.device
+        self._backend, self._device, self._rows = backend, rows[0].param.device, rows
         self._numels = sizes([r.param for r in rows])
         params, states = codes([r.param for r in rows]), codes([r.exp_avg for r in rows])
         self._kinds = [
@@ -46,13 +50,15 @@ class AdamPlan:
             *addresses([r.master for r in rows]), *addresses([r.step for r in rows]), *self._numels,
             *(r.first_index for r in rows), *(r.param_id for r in rows), *(r.group for r in rows),
         ]  # fmt: skip
-        self._grads: tuple[list[int], list[int]] = ([], [])  # addresses, dtype codes
+        self._grads: Grads = ([], [])
+        self._reading: Rows | None = None  # C++ that reads gradients
+        self._read: Grads = ([], [])  # what it found
         self._fixed: Words | None = None
         self._passes: list[Pattern] = []
         self._updates: list[Pattern] = []
         self._codes: list[int] = []  # that those three are made for
         self._changing: Words | None = None
-        self._last: list[int] = []  # what is in it
+        self._last: tuple[list[int], list[int]] = ([], [])  # what is in it
         self._captured: list[Words | None] = []
 
     def set_grads(self, grads: Sequence[Tensor]) -> None:
@@ -61,8 +67,25 @@ class AdamPlan:
             raise ValueError(f"expected {len(self._numels)} gradients with memory, got addresses {where}")
         self._grads = where, codes(grads)
 
+    def watch(self, params: list[Tensor], rows: list[int], states: list[dict[str, Any]]) -> bool:
+        """As native.Rows: from here on `read` may be used. False if it cannot, also where no C++ is built to read."""
+        if self._backend.reader is None:
+            return False
+        if self._reading is None:
+            self._reading = Rows(native_cpu._native(), self._rows, lambda: self._backend.reader)
+        return self._reading.watch(params, rows, states)
+
+    def read(self, params: list[Tensor]) -> bool:
+        if self._reading is None or not self._reading.read(params):
+            return False
+        self._read = self._reading.moved_grads() or self._read
+        self._grads = self._read
+        return True
+
     def drop_grads(self) -> None:
         self._grads = [], []
+        if self._reading is not None:
+            self._reading.drop_grads()
 
     # ---- the two passes --------------------------------------------------------------------------------------------
     def grad_stats(self, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -129,10 +152,10 @@ class AdamPlan:
         settings = [*_bits(max_norm), int(inputs.skip_nonfinite), inputs.seed]
         for group in groups:
             settings += _group_words(group)
-        words = [*settings, *self._grads[0]]
-        if self._changing is None or words != self._last:
+        changing = settings, self._grads[0]
+        if self._changing is None or changing != self._last:
             self._hold(self._changing)
-            self._changing, self._last = self._words([settings, self._grads[0]]), words
+            self._changing, self._last = self._words([*changing]), changing
         return self._changing.pieces()
 
     def _words(self, lists: list[list[int]]) -> Words:

@@ -1,0 +1,132 @@
+"""A Triton plan's gradients, read from C++ or from Python: at each step its kernels find them where they are.
+
+No kernel runs: what would be launched is looked at. Guards: a step through the addresses or dtypes of the step before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from adversarial import BFLOAT16, FLOAT32
+from torch import Tensor
+from torch.nn import Parameter
+
+import halfstep as hs
+from halfstep.ops import backend, native_cpu, triton_plan
+from halfstep.ops.triton_gpu import TritonBackend
+
+pytest.importorskip("triton")
+CODES = {FLOAT32: 0, BFLOAT16: 1}
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Of each pass that would be launched: the addresses of its gradients, and the dtypes it is launched for."""
+    launch, seen = triton_plan.kernels(), []
+
+    def grad_stats(grads: Tensor, numels: Tensor, firsts: Tensor, tasks: Any, *_: Any) -> None:
+        seen.append((grads.tolist(), [dtype for (dtype,), _ in tasks]))
+
+    def update(rows: Tensor, grads: Tensor, n: int, tasks: Any, *_: Any, lanes: int) -> None:
+        seen.append((grads.tolist(), [pattern[1] for pattern, _ in tasks]))
+
+    def prologue(*tensors: Any, lanes: int) -> None:
+        tensors[10].zero_()  # the results: nothing is skipped
+
+    for function in (grad_stats, update, prologue):
+        monkeypatch.setattr(launch, function.__name__, function)
+    return seen
+
+
+@pytest.fixture(params=["C++", "Python"])
+def looked_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[int]]:
+    """Who reads the gradients, and a list that grows with every closer look that Python takes at them."""
+    if request.param == "Python":
+
+        def missing() -> Any:
+            raise ImportError
+
+        monkeypatch.setattr(native_cpu, "_native", missing)
+    else:
+        pytest.importorskip("halfstep._cpu", reason="it is what reads")
+    looks: list[int] = []
+    set_grads = triton_plan.AdamPlan.set_grads
+
+    def looking(plan: Any, grads: Any) -> None:
+        looks.append(len(grads))
+        set_grads(plan, grads)
+
+    monkeypatch.setattr(triton_plan.AdamPlan, "set_grads", looking)
+    return request.param, looks
+
+
+def test_every_step_finds_its_gradients(passes: Any, looked_at: tuple[str, list[int]]) -> None:
+    params = [Parameter(torch.ones(n, dtype=BFLOAT16)) for n in (3, 40, 1, 7)]
+    for p in params:
+        p.grad_dtype = None  # any
+        p.grad = torch.ones_like(p)
+    optimizer = hs.AdamW(params, max_grad_norm=1.0)
+    others = [torch.ones_like(p) for p in params]
+
+    def moved() -> None:
+        for p, other in zip(params, others, strict=True):
+            p.grad = other
+
+    def other_dtype() -> None:
+        params[1].grad = torch.ones(40)
+
+    def same_place_other_dtype() -> None:
+        grad = params[1].grad
+        assert grad is not None
+        params[1].grad = grad.view(BFLOAT16)[:40]
+
+    def one_less() -> None:
+        params[2].grad = None
+
+    def odd() -> None:
+        class Grad(torch.Tensor):
+            pass
+
+        params[0].grad = torch.ones(3, dtype=BFLOAT16).as_subclass(Grad)
+
+    def nothing() -> None:
+        pass
+
+    reader, looks = looked_at
+    usual = [nothing, nothing, moved, other_dtype, nothing, same_place_other_dtype, moved]
+    with backend.override(TritonBackend(torch.device("cpu"))):
+        for change in [*usual, one_less, nothing, moved, odd, moved, nothing]:
+            change()
+            before = len(looks)
+            optimizer.step()
+            active = [p.grad for p in params if p.grad is not None]
+            where = [g.data_ptr() for g in active]
+            dtypes = list(dict.fromkeys(CODES[g.dtype] for g in active))
+            assert passes[-2:] == [(where, dtypes), (where, dtypes)], change.__name__
+            if reader == "Python":
+                assert len(looks) == before + 1, change.__name__
+            elif change in usual and len(passes) > 2:
+                assert len(looks) == before, change.__name__
+    assert len(passes) == 2 * 13
+
+
+def test_a_refused_gradient_is_not_read(passes: Any, looked_at: tuple[str, list[int]]) -> None:
+    """Nor is what lay there before: no kernel is launched."""
+    p = Parameter(torch.ones(4))
+    p.grad_dtype = None
+    optimizer = hs.AdamW([p])
+    with backend.override(TritonBackend(torch.device("cpu"))):
+        for _ in range(2):
+            p.grad = torch.ones(4)
+            optimizer.step()
+        launched = len(passes)
+        p.grad = torch.ones(4).double()
+        for _ in range(2):
+            with pytest.raises(TypeError, match="the gradient of parameter 0 of group 0"):
+                optimizer.step()
+        assert len(passes) == launched
+        p.grad = torch.ones(4)
+        optimizer.step()
+    assert passes[-1] == ([p.grad.data_ptr()], [0])
