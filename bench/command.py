@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from halfstep.bench import cases, clocks, harness, machine, table
+from halfstep.bench import backends, cases, clocks, harness, machine, table
 from halfstep.bench.gpu_clock import CudaClock
 
 Comparisons = Callable[[list[cases.Case], str], Iterator[harness.Comparison]]
@@ -40,7 +40,10 @@ def run_bench(name: str, about: str, comparisons: Comparisons, arguments: Sequen
             **machine.facts(given.device),
         }
         chosen, clock = _place(given.device, given.quick)
-        found = harness.run(comparisons(chosen, given.only), rounds, clock=clock, go_on=given.device != "cpu")
+        jobs = comparisons(chosen, given.only)
+        if given.device != "cpu":
+            jobs = backends.with_each(jobs)
+        found = harness.run(jobs, rounds, clock=clock, go_on=given.device != "cpu")
         rows = [_kept(run | row, path) for row in found]
     except (harness.WrongResultError, machine.NothingToTimeError) as error:
         sys.exit(f"halfstep bench {name}: {error}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from halfstep import doctor
+from halfstep.bench import backends
 from halfstep.ops import backend
 
 HERE = Path(__file__).resolve().parent
@@ -33,10 +34,11 @@ def gpu() -> torch.device:
 def _gpu_facts() -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise NothingToTimeError(f"torch finds no CUDA device here. {doctor.gpu_sentence()}")
-    module, why_not = backend.native_cuda_module()
-    if module is None or backend.choose(gpu()).name != "native":
-        why_not = why_not or "they have no code for this GPU"
-        raise NothingToTimeError(f"halfstep's CUDA kernels cannot run here ({why_not}); `halfstep doctor` says more.")
+    missing = {name: backends.kernels_of(name, gpu())[1] for name in backends.NAMES}
+    if all(missing.values()):
+        reasons = "; ".join(f"{name}: {why_not}" for name, why_not in missing.items())
+        raise NothingToTimeError(f"halfstep has no kernels for this GPU ({reasons}); `halfstep doctor` says more.")
+    module, _ = backend.native_cuda_module()
     properties = torch.cuda.get_device_properties(gpu())
     return {
         "device": "cuda",
@@ -45,7 +47,9 @@ def _gpu_facts() -> dict[str, Any]:
         "gpu_memory": properties.total_memory,
         "driver": doctor._nvidia_driver(),
         "cuda": torch.version.cuda,
-        "archs": module.archs,
+        "hip": torch.version.hip,
+        "archs": module.archs if module else None,
+        "missing": missing,  # why a backend's kernels do not run; null where they do
     }
 
 
@@ -71,6 +75,7 @@ def _host_facts() -> dict[str, Any]:
             "halfstep": found.halfstep,
             "python": platform.python_version(),
             "torch": torch.__version__,
+            "triton": _version("triton"),
             "deepspeed": _version("deepspeed"),
             "bitsandbytes": _version("bitsandbytes"),
         },

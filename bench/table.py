@@ -47,8 +47,12 @@ def terminal(rows: Sequence[Row]) -> Iterator[RenderableType]:
             table.add_row(escape(row["provider"]), *(("skipped",) if row["skipped"] else _figures(row)))
         yield f"[bold]{escape(f'{case}: {what}')}[/]"
         yield table
-    for provider, reason in {row["provider"]: row["skipped"] for row in rows if row["skipped"]}.items():
+    for provider, reason in _skipped(rows).items():
         yield escape(f"{provider} was skipped: {reason}")
+
+
+def _skipped(rows: Sequence[Row]) -> dict[str, str]:
+    return {row["provider"]: row["skipped"] for row in rows if row["skipped"]}
 
 
 def _figures(row: Row) -> tuple[str, ...]:
@@ -74,6 +78,8 @@ def markdown(rows: Sequence[Row]) -> str:
         for (what, provider), line in lines.items():
             if what == job and line:
                 text.append(f"| {what}: {provider} | " + " | ".join(line.get(case, "") for case in cases) + " |")
+    for provider, reason in _skipped(rows).items():
+        text += ["", f"{provider} was skipped: {reason}."]
     text += [
         "",
         "In brackets: the speed-up ("

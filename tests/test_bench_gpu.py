@@ -13,8 +13,8 @@ import torch
 from fake_cuda import fake_cuda, fake_profile
 from torch import Tensor
 
-from halfstep.bench import cases, clocks, command, gpu_clock, gradient_jobs, harness, jobs, machine, table
-from halfstep.ops import backend
+from halfstep.bench import backends, cases, clocks, command, gpu_clock, gradient_jobs, harness, jobs, machine, table
+from halfstep.ops import backend, native_cpu
 
 pytest.importorskip("halfstep._cpu", reason="CPU tensors take the place of the GPU's here")
 CPU = torch.device("cpu")
@@ -30,6 +30,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.setattr(backend, "native_cuda_module", lambda: (module, None))
     monkeypatch.setattr(gpu_clock, "profile", fake_profile(NAMES))
     monkeypatch.setattr(gpu_clock, "_PROBE_BYTES", 2**20)
+    monkeypatch.setattr(backend, "_triton_for", lambda device: (native_cpu, None))
     backend._native_for_cuda.cache_clear()
     yield fakes
     backend._native_for_cuda.cache_clear()  # what it says of the devices here is not true elsewhere
@@ -56,11 +57,66 @@ def test_a_quick_run(
     if name == "optimizer":
         providers = {row["provider"] for row in rows if row["what"] == "bf16 phase"}
         assert {"halfstep", "halfstep, split master", "torch", "torch, expert", "torch, foreach"} <= providers
+        assert {"halfstep, Triton", "halfstep, Triton, split master", "halfstep, Triton, kernels alone"} <= providers
+    else:
+        assert {"halfstep", "halfstep, Triton"} <= {row["provider"] for row in rows if row["what"] == "unscale_ f32"}
     shown = capsys.readouterr().out
     assert "Fake, driver" in shown
     assert "kernels" in shown
     assert "GPU ms" in shown
     assert "Llama-7B-shaped" in table.markdown(rows)
+
+
+@pytest.mark.parametrize(("missing", "left"), [("_triton_for", "halfstep"), ("_native_for", "halfstep, Triton")])
+def test_a_backend_that_is_not_there_is_skipped_and_says_so(
+    missing: str, left: str, cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The other one's figures are not its figures, and the run is no failure."""
+    monkeypatch.setattr(backend, missing, lambda device: (None, "it is not there"))
+    options = ["--device", "cuda", "--quick", "--rounds", "1", "--out", str(tmp_path), "--only", "100 tensors"]
+    command.run_bench("cast", "", gradient_jobs.comparisons, options)
+    rows = [
+        row for row in table.read(tmp_path / "cast-gpu.jsonl") if row["provider"] in ("halfstep", "halfstep, Triton")
+    ]
+    assert {row["provider"] for row in rows} == {"halfstep", "halfstep, Triton"}
+    for row in rows:
+        assert (row["skipped"] is None) == (row["provider"] == left)
+    (gone,) = {row["provider"] for row in rows if row["skipped"]}
+    assert rows[0]["missing"] == {"native": None, "triton": None} | {
+        "native" if missing == "_native_for" else "triton": "it is not there"
+    }
+    assert f"{gone} was skipped: it is not there" in capsys.readouterr().out
+    assert f"{gone} was skipped: it is not there." in table.markdown(table.read(tmp_path / "cast-gpu.jsonl"))
+
+
+def test_each_provider_calls_its_own_kernels(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {"native": Counting(), "triton": Counting()}
+    monkeypatch.setattr(backends, "kernels_of", lambda name, device: (chosen[name], None))
+    (comparison,) = backends.with_each(gradient_jobs.comparisons(cases.on_gpu(CPU, 0, quick=True)[-1:], "unscale_"))
+    before = backend._override
+    for provider in comparison.providers:
+        counts = [one.calls for one in chosen.values()]
+        provider.make()()
+        made = [one.calls - count for one, count in zip(chosen.values(), counts, strict=True)]
+        assert made == {"halfstep": [1, 0], "halfstep, Triton": [0, 1], "torch": [0, 0]}[provider.name]
+        assert backend._override is before
+
+
+class Counting:
+    """The CPU's kernels, counting what they are asked for."""
+
+    name, calls = "native", 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "read_list":
+            raise AttributeError(name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            self.calls += 1
+            return getattr(native_cpu, name)(*args, **options)
+
+        return call
 
 
 def test_each_call_is_timed_idle_and_behind_a_pause(cuda: Any) -> None:
@@ -123,8 +179,10 @@ def test_without_a_gpu_the_bench_says_so() -> None:
 
 def test_without_kernels_for_it_the_bench_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda(monkeypatch)
-    monkeypatch.setattr(backend, "native_cuda_module", lambda: (None, "halfstep._cuda is not built"))
-    with pytest.raises(SystemExit, match=r"cannot run here .halfstep._cuda is not built"):
+    monkeypatch.setattr(backend, "_native_for", lambda device: (None, "halfstep._cuda is not built"))
+    monkeypatch.setattr(backend, "_triton_for", lambda device: (None, "Triton is not installed"))
+    reason = r"no kernels for this GPU .native: halfstep._cuda is not built; triton: Triton is not installed.*doctor"
+    with pytest.raises(SystemExit, match=reason):
         command.run_bench("cast", "", gradient_jobs.comparisons, ["--device", "cuda", "--quick"])
 
 
