@@ -39,12 +39,12 @@ def _redirected(provider: Provider, name: str, device: torch.device) -> Provider
         kernels, why_not = kernels_of(name, device)
         if kernels is None:
             raise UnavailableError(why_not)
-        return _Redirected(provider.make, kernels)
+        return Redirected(provider.make, kernels)
 
     return provider._replace(name=provider.name.replace(OURS, NAMES[name], 1), make=make)
 
 
-class _Redirected(Runner):
+class Redirected(Runner):
     """A job whose calls go to one backend, whatever halfstep would choose."""
 
     def __init__(self, make: Callable[[], Runner], kernels: Any) -> None:

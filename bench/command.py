@@ -21,10 +21,21 @@ from halfstep.bench.gpu_clock import CudaClock
 Comparisons = Callable[[list[cases.Case], str], Iterator[harness.Comparison]]
 
 
-def run_bench(name: str, about: str, comparisons: Comparisons, arguments: Sequence[str] | None = None) -> None:
-    """Runs one bench as its `main` does; `arguments` as in sys.argv[1:]."""
+def run_bench(
+    name: str, about: str, comparisons: Comparisons, arguments: Sequence[str] | None = None, *, note: str = "",
+    on_gpu: bool = True,
+) -> None:  # fmt: skip
+    """Runs one bench as its `main` does; `arguments` as in sys.argv[1:].
+
+    Args:
+        note: what the rows' figures mean, if they are not what they seem; every row carries it.
+        on_gpu: it has something to time there.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     given = _parser(name, about).parse_args(arguments)
+    if given.device != "cpu" and not on_gpu:
+        print(f"halfstep bench {name} is about the host and runs without --device; GPU benches time the host, too")
+        return
     if given.threads:
         torch.set_num_threads(given.threads)
     folder = given.out or (None if given.quick else machine.results_folder())
@@ -37,6 +48,7 @@ def run_bench(name: str, about: str, comparisons: Comparisons, arguments: Sequen
             "bench": name,
             "command": shlex.join(["halfstep", "bench", name, *arguments]),
             "quick": given.quick,
+            **({"note": note} if note else {}),
             **machine.facts(given.device),
         }
         chosen, clock = _place(given.device, given.quick)
@@ -76,6 +88,8 @@ def _show(rows: list[dict[str, Any]], path: Path | None) -> None:
             "ms: on an idle GPU; GPU ms: its own share; host us: until the call returns, GPU idle / busy; "
             "kernels: of one call; probe: a copy on the device"
         )
+    if "note" in rows[0]:
+        console.print(rows[0]["note"])
     console.print(table.caption(rows), soft_wrap=True, markup=False)
     kept = f"rows appended to {path}" if path else "a quick run is not kept (unless --out is given)"
     console.print(kept, soft_wrap=True)

@@ -80,6 +80,8 @@ def markdown(rows: Sequence[Row]) -> str:
                 text.append(f"| {what}: {provider} | " + " | ".join(line.get(case, "") for case in cases) + " |")
     for provider, reason in _skipped(rows).items():
         text += ["", f"{provider} was skipped: {reason}."]
+    if "note" in rows[0]:
+        text += ["", rows[0]["note"]]
     text += [
         "",
         "In brackets: the speed-up ("

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep import doctor
-from halfstep.bench import cases, command, gradient_jobs, harness, jobs, machine, table
+from halfstep.bench import cases, command, gradient_jobs, harness, host, jobs, machine, table
 from halfstep.bench.harness import Comparison, Provider, Runner
 
 pytest.importorskip("halfstep._cpu", reason="the benches time the native kernels, and they are not built here")
@@ -252,3 +253,26 @@ def test_a_table_replaces_the_one_between_its_markers(rows: list[table.Row], tmp
     assert "stale" not in text
     with pytest.raises(ValueError, match="once each"):
         table.insert("no markers", "optimizer", "x")
+
+
+def test_the_hosts_share_is_timed_without_a_gpu(tmp_path: Path) -> None:
+    """In a process of its own: from then on Triton launches nothing in it. Each row says what is not in it."""
+    pytest.importorskip("triton")
+    options = ["--quick", "--rounds", "1", "--json", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "halfstep", "bench", "host", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = table.read(tmp_path / "host.jsonl")
+    step = ["native", "native, moved", "Triton", "Triton, moved", "Triton, no C++"]
+    assert [row["provider"] for row in rows if "bf16 phase" in row["what"]] == [f"halfstep, {name}" for name in step]
+    assert [row["provider"] for row in rows if "unscale_" in row["what"]] == ["halfstep, native", "halfstep, Triton"]
+    for row in rows:
+        assert row["skipped"] is None
+        assert row["median_ms"] > 0
+        assert "Not in them: the launcher and the driver" in row["note"]
+    assert rows[0]["note"] in table.markdown(rows)
+
+
+def test_the_hosts_share_is_not_timed_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    host.main(["--device", "cuda"])
+    assert "runs without --device" in capsys.readouterr().out

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import halfstep as hs
-from halfstep.ops import backend, native_cpu, triton_plan
+from halfstep.ops import backend, native_cpu, triton_gpu, triton_plan
+from halfstep.ops.layout import PlainList
 from halfstep.ops.triton_gpu import TritonBackend
 
 pytest.importorskip("triton")
@@ -110,6 +111,16 @@ def test_every_step_finds_its_gradients(passes: Any, looked_at: tuple[str, list[
             elif change in usual and len(passes) > 2:
                 assert len(looks) == before, change.__name__
     assert len(passes) == 2 * 13
+
+
+def test_lists_are_read_alike() -> None:
+    """From C++ and from Python: views, scalars and empty tensors of several dtypes."""
+    pytest.importorskip("halfstep._cpu", reason="it is what reads")
+    base = torch.ones(4, 6)
+    tensors = [base, base[1:], base[0, 0], torch.zeros(3, 0, dtype=BFLOAT16), torch.ones(5, dtype=torch.float16)]
+    read = TritonBackend(torch.device("cpu")).read_list(tensors)
+    assert triton_gpu._columns(PlainList(tensors, read)) == triton_gpu._columns(tensors)
+    assert triton_gpu._columns(tensors)[1:] == ([24, 18, 1, 0, 5], [0, 0, 0, 1, 2])
 
 
 def test_a_refused_gradient_is_not_read(passes: Any, looked_at: tuple[str, list[int]]) -> None:

@@ -64,6 +64,18 @@ class TensorList {
     return std::all_of(refs_.begin(), refs_.end(), [](const TensorRef& ref) { return ref.dtype == Dtype::f32; });
   }
 
+  // Addresses, sizes and dtype codes, for who launches kernels from Python.
+  std::tuple<Addresses, Integers, Integers> columns() const {
+    std::tuple<Addresses, Integers, Integers> all;
+    auto& [where, numel, codes] = all;
+    for (const TensorRef& ref : refs_) {
+      where.push_back(reinterpret_cast<uintptr_t>(ref.data));
+      numel.push_back(ref.numel);
+      codes.push_back(static_cast<int64_t>(ref.dtype));
+    }
+    return all;
+  }
+
   const std::vector<TensorRef>& refs() const { return refs_; }
   int32_t device_index() const { return device_index_; }
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..reference.step import AdamRow
 from . import native_cpu
+from .layout import PlainList
 from .native import addresses, codes, make_reader, sizes
 from .results import result
 from .triton_plan import AdamPlan, kernels
@@ -72,6 +73,10 @@ class TritonBackend:
         except ImportError:
             return None
 
+    def read_list(self, tensors: list[Tensor]) -> Any:
+        """C++'s TensorList of these tensors, or None: see lists.py."""
+        return None if self.reader is None else native_cpu._native().read_list(self.reader, tensors)
+
     def current(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device."""
         return nullcontext() if self.device.type == "cpu" else torch.cuda.device(self.device)
@@ -118,8 +123,8 @@ class TritonBackend:
 
     def _table(self, lists: list[Sequence[Tensor]], share: int) -> ListTable:
         """Of these tensors, which may have one already: what is in it says all about it."""
-        where = [addresses(tensors) for tensors in lists]
-        numels, patterns = sizes(lists[0]), list(zip(*map(codes, lists), strict=True))
+        where, lengths, dtypes = zip(*map(_columns, lists), strict=True)
+        numels, patterns = lengths[0], list(zip(*dtypes, strict=True))
         key = (share, tuple(map(tuple, where)), tuple(numels), tuple(patterns))
         table = self._tables.pop(key, None) or ListTable(where, numels, patterns, share, self)
         self._tables[key] = table
@@ -128,6 +133,13 @@ class TritonBackend:
             if oldest.words.captured:
                 self._captured.append(oldest)
         return table
+
+
+def _columns(tensors: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]]:
+    """Addresses, sizes and dtype codes."""
+    if isinstance(tensors, PlainList):
+        return tensors.table.columns()
+    return addresses(tensors), sizes(tensors), codes(tensors)
 
 
 class Pieces(NamedTuple):
@@ -141,7 +153,7 @@ class ListTable:
     """Where the tensors of one or two lists are, and the work of each pattern of dtypes."""
 
     def __init__(
-        self, where: list[list[int]], numels: list[int], patterns: list[Pattern], share: int, backend: TritonBackend
+        self, where: Sequence[list[int]], numels: list[int], patterns: list[Pattern], share: int, backend: TritonBackend
     ) -> None:
         work, firsts = tasks(numels, patterns, share), first_parts(numels, share)
         self.parts, self._lists, self._patterns = firsts[-1], len(where), list(work)
