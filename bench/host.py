@@ -24,8 +24,8 @@ ABOUT = (
     "The host's share of a step and of a list over many one-element tensors, with Triton's kernels and the native ones."
 )
 NOTE = (
-    "Triton's rows: the whole call up to the launcher of each compiled kernel, in whose place nothing is called (but the "
-    f"prologue's results are filled in). Compiled for sm_{launchless.CAPABILITY}; tensors are on the CPU. Not in them: the "
+    "Triton's rows: the whole call up to the launcher of each compiled kernel, in whose place nothing is called (but "
+    f"results are set). Compiled for sm_{launchless.CAPABILITY}; tensors are on the CPU. Not in them: the "
     "launcher and the driver, torch.cuda's allocator, device and stream, and the copies of tables to a device. "
     "Native rows: with the CPU's kernels, which run. moved: every gradient lies elsewhere than at the step before. "
     "no C++: Python reads the tensors, as where halfstep._cpu is not built."

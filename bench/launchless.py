@@ -1,4 +1,4 @@
-"""Triton where there is no GPU: kernels are compiled for one, found in its caches, bound to their arguments, not launched.
+"""Triton where there is no GPU: kernels are compiled for one, found in its caches, given their arguments, not launched.
 
 So the host's share of a call can be timed on any machine.
 """

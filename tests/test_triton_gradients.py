@@ -123,6 +123,24 @@ def test_lists_are_read_alike() -> None:
     assert triton_gpu._columns(tensors)[1:] == ([24, 18, 1, 0, 5], [0, 0, 0, 1, 2])
 
 
+@pytest.mark.parametrize("by_cpp", [True, False])
+def test_lists_share_a_table_only_if_they_are_the_same(by_cpp: bool) -> None:
+    pytest.importorskip("halfstep._cpu", reason="it is what reads")
+    theirs = TritonBackend(torch.device("cpu"))
+
+    def table(*tensors: Tensor) -> Any:
+        given = PlainList(tensors, theirs.read_list([*tensors])) if by_cpp else list(tensors)
+        return theirs._table([given], 8)
+
+    a, b = torch.ones(4, 2), torch.ones(4, 2)
+    first = table(a, b)
+    assert table(a, b) is first
+    assert table(a.view(8), b) is first
+    others = [table(b, a), table(a), table(a, b[1:]), table(a, b[:2]), table(a, b.view(BFLOAT16).view(-1)[:8])]
+    assert len({id(one) for one in [first, *others]}) == 6
+    assert table(a, b) is first
+
+
 def test_a_refused_gradient_is_not_read(passes: Any, looked_at: tuple[str, list[int]]) -> None:
     """Nor is what lay there before: no kernel is launched."""
     p = Parameter(torch.ones(4))

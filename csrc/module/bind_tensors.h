@@ -47,6 +47,7 @@ inline void bind_tensors(py::module_& m) {
       .def("has_shapes_of", &TensorList::has_shapes_of, arg("other"))
       .def("are_float32", &TensorList::are_float32)
       .def("columns", &TensorList::columns)
+      .def("key", &TensorList::key)
       .def("apart", &TensorList::apart, arg("source") = nullptr);
   m.def("read_list", &TensorList::read, arg("reader"), arg("tensors"));
   py::class_<StateWatch>(m, "StateWatch", py::module_local())

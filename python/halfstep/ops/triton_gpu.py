@@ -123,10 +123,11 @@ class TritonBackend:
 
     def _table(self, lists: list[Sequence[Tensor]], share: int) -> ListTable:
         """Of these tensors, which may have one already: what is in it says all about it."""
-        where, lengths, dtypes = zip(*map(_columns, lists), strict=True)
-        numels, patterns = lengths[0], list(zip(*dtypes, strict=True))
-        key = (share, tuple(map(tuple, where)), tuple(numels), tuple(patterns))
-        table = self._tables.pop(key, None) or ListTable(where, numels, patterns, share, self)
+        key = (share, *map(_key, lists))
+        table = self._tables.pop(key, None)
+        if table is None:
+            where, lengths, dtypes = zip(*map(_columns, lists), strict=True)
+            table = ListTable(where, lengths[0], list(zip(*dtypes, strict=True)), share, self)
         self._tables[key] = table
         if len(self._tables) > _TABLES:
             _, oldest = self._tables.popitem(last=False)
@@ -140,6 +141,11 @@ def _columns(tensors: Sequence[Tensor]) -> tuple[list[int], list[int], list[int]
     if isinstance(tensors, PlainList):
         return tensors.table.columns()
     return addresses(tensors), sizes(tensors), codes(tensors)
+
+
+def _key(tensors: Sequence[Tensor]) -> Any:
+    """What is the same for two lists of the same columns, read in the same way."""
+    return tensors.table.key() if isinstance(tensors, PlainList) else tuple(map(tuple, _columns(tensors)))
 
 
 class Pieces(NamedTuple):
