@@ -25,7 +25,8 @@ def backend() -> triton_gpu.TritonBackend:
         raise UnavailableError(triton_gpu.NOT_INSTALLED)
     import triton
 
-    triton.runtime.driver.set_active(_Driver())
+    driver: Any = _Driver()
+    triton.runtime.driver.set_active(driver)
     return triton_gpu.TritonBackend(torch.device("cpu"))
 
 

@@ -35,8 +35,9 @@ CHOSEN = (
 TRITON = {"TRITON_INTERPRET": "1"}
 # Interpreted, a step takes about a second: every test, in few of its modes. tests/interpreted has the kernels' own
 INTERPRETED = (
-    "not kernels and not amsgrad and not states and not 10- and not float16 and not dtype1 and not float64 "
-    "and not (test_steps and (float32 or Adam])) and not (layouts and (plain or transposed or gaps))"
+    "not kernels and not amsgrad and not states and not dtype1 and not float64 and not Adam] and not 10- "
+    "and not ((test_steps or replays_are or step_waits or step_runs or of_a_step) and not split) "
+    "and not (layouts and (plain or transposed or gaps))"
 )
 
 

@@ -1,7 +1,7 @@
 """Tests that need a GPU: `make gpu`, or `pytest tests/gpu --override-ini=addopts=-ra`.
 
 Those that take `gpu` run once with each backend that has kernels for it: "native" (halfstep._cuda) and "triton". A
-module that is about one of them says so: BACKENDS = ["triton"].
+module that is about one of them says so: BACKENDS = ["triton"], or names those of its tests that are: NATIVE_ALONE.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 
-def backends_of(module: Any, config: pytest.Config) -> list[str]:
+def backends_of(module: Any, function: str, config: pytest.Config) -> list[str]:
     wanted = STANDS_IN if config.getoption("--stand-in") else config.getoption("--backend")
-    return [name for name in getattr(module, "BACKENDS", BACKENDS) if wanted in (None, name)]
+    names = ["native"] if function in getattr(module, "NATIVE_ALONE", ()) else getattr(module, "BACKENDS", BACKENDS)
+    return [name for name in names if wanted in (None, name)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "gpu" in metafunc.fixturenames:
-        names = backends_of(metafunc.module, metafunc.config) or ["no backend"]
+        names = backends_of(metafunc.module, metafunc.function.__name__, metafunc.config) or ["no backend"]
         metafunc.parametrize("gpu", names, indirect=True, scope="session")
 
 
@@ -51,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What the options leave out is deselected, not skipped: a skip has its reason in the machine."""
 
     def left_out(item: Any) -> bool:
-        return not backends_of(item.module, config) or (
+        return not backends_of(item.module, item.function.__name__, config) or (
             config.getoption("--stand-in") and item.get_closest_marker("real_gpu") is not None
         )
 

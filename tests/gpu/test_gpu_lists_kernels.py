@@ -9,6 +9,8 @@ import pytest
 import test_cuda_lists
 from test_cuda_lists import *  # noqa: F403
 
+NATIVE_ALONE = {"test_launches_of_1000_small_tensors"}  # what shares a launch
+
 
 @pytest.fixture(autouse=True)
 def kernels_of_the_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:

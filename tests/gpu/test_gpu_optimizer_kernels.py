@@ -9,6 +9,12 @@ import pytest
 import test_cuda_optimizer
 from test_cuda_optimizer import *  # noqa: F403
 
+# What shares a launch
+NATIVE_ALONE = {
+    "test_launches_of_1000_small_tensors", "test_1000_small_tensors_of_mixed_kinds",
+    "test_few_tensors_of_mixed_kinds_share_a_launch",
+}  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def kernels_of_the_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
