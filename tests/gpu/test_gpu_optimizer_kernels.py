@@ -12,7 +12,7 @@ from test_cuda_optimizer import *  # noqa: F403
 # What shares a launch
 NATIVE_ALONE = {
     "test_launches_of_1000_small_tensors", "test_1000_small_tensors_of_mixed_kinds",
-    "test_few_tensors_of_mixed_kinds_share_a_launch",
+    "test_few_tensors_of_mixed_kinds_share_a_launch", "test_three_launches",
 }  # fmt: skip
 
 
