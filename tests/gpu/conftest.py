@@ -33,7 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_gpu: means nothing on what stands in for a GPU")
     if STANDS_IN == "triton":  # numpy, which the interpreter computes with, warns of what the kernels are there for
-        config.addinivalue_line("filterwarnings", "ignore:(overflow|invalid value) encountered:RuntimeWarning")
+        config.addinivalue_line(
+            "filterwarnings", "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning"
+        )
 
 
 def backends_of(module: Any, function: str, config: pytest.Config) -> list[str]:
