@@ -5,6 +5,7 @@ No kernel runs: what would be launched is looked at. Guards: a step through the 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import halfstep as hs
-from halfstep.ops import backend, native_cpu, triton_gpu, triton_plan
+from halfstep.ops import backend, devices, native_cpu, triton_gpu, triton_plan
 from halfstep.ops.layout import PlainList
 from halfstep.ops.triton_gpu import TritonBackend
+from halfstep.ops.triton_tables import Words
 
 pytest.importorskip("triton")
 CODES = {FLOAT32: 0, BFLOAT16: 1}
@@ -159,3 +161,27 @@ def test_a_refused_gradient_is_not_read(passes: Any, looked_at: tuple[str, list[
         p.grad = torch.ones(4)
         optimizer.step()
     assert passes[-1] == ([p.grad.data_ptr()], [0])
+
+
+def test_no_table_is_freed_in_a_capture(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph of backward and step makes gradients of its own: their table takes the place of an eager step's."""
+    made: list[weakref.ref[Words]] = []
+
+    def recorded(*args: Any) -> Words:
+        words = Words(*args)
+        made.append(weakref.ref(words))
+        return words
+
+    monkeypatch.setattr(triton_plan, "Words", recorded)
+    p = Parameter(torch.ones(4))
+    optimizer = hs.AdamW([p], capturable=True)
+    with backend.override(TritonBackend(torch.device("cpu"))):
+        for capturing, alive in (
+            (False, [True, True]),
+            (False, [True, False, True]),
+            (True, [True, False, True, True]),
+        ):
+            monkeypatch.setattr(devices, "is_capturing", lambda device, capturing=capturing: capturing)
+            p.grad = torch.ones(4) if p.grad is None else p.grad.clone()
+            optimizer.step()
+            assert [ref() is not None for ref in made] == alive

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..reference.step import AdamRow
-from . import native_cpu
+from . import devices, native_cpu
 from .layout import PlainList
 from .native import addresses, codes, make_reader, sizes
 from .results import result
@@ -131,7 +131,7 @@ class TritonBackend:
         self._tables[key] = table
         if len(self._tables) > _TABLES:
             _, oldest = self._tables.popitem(last=False)
-            if oldest.words.captured:
+            if oldest.words.captured or devices.is_capturing(self.device):  # see AdamPlan._hold
                 self._captured.append(oldest)
         return table
 

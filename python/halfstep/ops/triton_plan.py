@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..reference.optimizer import AdamGroup
 from ..reference.step import AdamRow, StepInputs, StepResult
-from . import native_cpu
+from . import devices, native_cpu
 from .native import Rows, addresses, codes, sizes
 from .results import result, step_results
 from .triton_tables import Pattern, Words, first_parts, tasks
@@ -162,7 +162,8 @@ class AdamPlan:
         return Words(lists, self._backend.memory, self._device)
 
     def _hold(self, words: Words | None) -> None:
-        if words is not None and words.captured:
+        # freed in a capture, pinned memory would have its events recorded in it
+        if words is not None and (words.captured or devices.is_capturing(self._device)):
             self._captured.append(words)
 
     def _compiled_for(self, inputs: StepInputs) -> list[Pattern]:
