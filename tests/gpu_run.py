@@ -119,12 +119,15 @@ def _run(part: Part, seconds: float, log: Path) -> str:
 
 
 def headlines(folder: Path) -> list[str]:
-    """halfstep's rows of this folder's newest runs: time, share of a copy's speed, against torch."""
+    """halfstep's rows of this folder's newest runs: time, share of a copy, against torch; who is missing."""
     lines = []
     for path in sorted(folder.glob("*-gpu.jsonl")):
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        for row in rows:
-            if row["run"] == rows[-1]["run"] and row["provider"].startswith("halfstep") and not row["skipped"]:
+        ours = [r for r in rows if r["run"] == rows[-1]["run"] and r["provider"].startswith("halfstep")]
+        skipped = {row["provider"]: row["skipped"] for row in ours if row["skipped"]}
+        lines += [f"{path.stem}: {provider} was skipped: {reason}" for provider, reason in skipped.items()]
+        for row in ours:
+            if not row["skipped"]:
                 share = "" if row["of_probe"] is None else f"{row['of_probe']:.0%} of copy"
                 speedup = "" if row["speedup"] is None else f"{row['speedup']:.2f}x"
                 name = f"{row['what']}: {row['provider'].removeprefix('halfstep').removeprefix(', ')}".removesuffix(

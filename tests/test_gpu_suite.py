@@ -224,6 +224,7 @@ def test_a_failed_part_is_the_exit_status(
         "median_ms": 1.25, "of_probe": 0.5, "speedup": 2.0, "host_us": 80.4, "launches": 3,
     }  # fmt: skip
     rows = [{**row, "run": "0", "median_ms": 9.0}, row, {**row, "provider": "halfstep, split", "of_probe": None}]
+    rows.append({**row, "provider": "halfstep, Triton", "skipped": "Triton is not installed"})
     (tmp_path / "optimizer-gpu.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
     monkeypatch.setattr(gpu_run.gpu_state, "main", lambda: 0)
     for script, status in (("pass", 0), ("exit(1)", 1)):
@@ -237,6 +238,7 @@ def test_a_failed_part_is_the_exit_status(
         assert "2.00x" in shown[-5]
         assert "split" in shown[-4]
         assert not any("9.000" in line for line in shown)
+        assert shown[-6] == "optimizer-gpu: halfstep, Triton was skipped: Triton is not installed"
 
 
 def test_without_a_gpu_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
