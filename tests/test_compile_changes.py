@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compile_twins import BACKENDS, Function, breaks, compiled, graphs, run_both, two_groups
-from loops import assert_same_tree, loss_of, tiny_model
+from loops import assert_same_tree, batch, tiny_model
 from optimizer_runs import assert_same, held, params_of, set_grads
 from torch.nn import Parameter
 
@@ -190,20 +190,27 @@ def test_a_setting_that_dynamo_has_not_written_yet_is_noticed(monkeypatch: pytes
 Loop = Callable[[torch.nn.Module, hs.AdamW, Any, Any, torch.Tensor], torch.Tensor]
 
 
+BATCH = batch(0)  # made outside of the compiled functions: it takes a generator
+
+
+def loss(model: torch.nn.Module, factor: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(BATCH[0]), BATCH[1]) * factor
+
+
 def scaled(model: torch.nn.Module, optimizer: hs.AdamW, scaler: Any, schedule: Any, factor: torch.Tensor) -> Any:
-    loss = loss_of(model, 0) * factor
-    scaler.scale(loss).backward()
+    value = loss(model, factor)
+    scaler.scale(value).backward()
     scaler.advance(schedule)
     skipped = scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
-    return loss.detach(), skipped.int() * 2
+    return value.detach(), skipped.int() * 2
 
 
 def unscaled_by_hand(
     model: torch.nn.Module, optimizer: hs.AdamW, scaler: Any, schedule: Any, factor: torch.Tensor
 ) -> Any:
-    scaler.scale(loss_of(model, 0) * factor).backward()
+    scaler.scale(loss(model, factor)).backward()
     scaler.unscale_(optimizer)
     norm = hs.clip_grad_norm_(model.parameters(), 0.1)
     scaler.step(optimizer)
@@ -213,7 +220,7 @@ def unscaled_by_hand(
 
 
 def of_torch(model: torch.nn.Module, optimizer: hs.AdamW, scaler: Any, schedule: Any, factor: torch.Tensor) -> Any:
-    scaler.scale(loss_of(model, 0) * factor).backward()
+    scaler.scale(loss(model, factor)).backward()
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
