@@ -36,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line(
             "filterwarnings", "ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning"
         )
+        # of Triton 3.6's interpreter itself
+        config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 
 def backends_of(module: Any, function: str, config: pytest.Config) -> list[str]:
