@@ -142,12 +142,15 @@ def _half_at_random(x, word):
     biased = (magnitude >> 23).to(tl.int32)
     normal = biased > 0
     exponent = tl.where(normal, biased - 127, -126)
-    significand = tl.where(normal, (magnitude & 0x7FFFFF) | 0x800000, magnitude).to(tl.uint64)
-    dropped = tl.where(exponent >= -14, 13, -1 - exponent)
-    shift = tl.minimum(dropped, 63).to(tl.uint64)  # of 24 + 32 bits none is left from 56 on; by 64 is undefined
-    grid = (((significand << 32) >> shift) + word.to(tl.uint64)) >> 32
+    significand = tl.where(normal, (magnitude & 0x7FFFFF) | 0x800000, magnitude)
+    # 13 bits or more are dropped; below float16's normals so many that fewer than the 32 of the fraction are left
+    dropped = tl.where(exponent >= -14, 13, -1 - exponent).to(tl.uint32)
+    some = dropped < 32
+    fraction = tl.where(some, significand << ((32 - dropped) & 31), significand >> (tl.minimum(dropped, 63) & 31))
+    units = tl.where(some, significand >> (dropped & 31), 0)
+    units += ((fraction + word) < word).to(tl.uint32)  # the carry of the fractions
     base = tl.where(exponent >= -14, exponent + 14, 0).to(tl.uint32) << 10
-    bits = base + grid.to(tl.uint32)  # a carry out of 65504 ends at Inf
+    bits = base + units  # a carry out of 65504 ends at Inf
     special = tl.where(magnitude > INF, 0x7E00, 0x7C00).to(tl.uint32)
     return tl.where(magnitude >= 0x47800000, special, bits) | ((u >> 16) & 0x8000)
 

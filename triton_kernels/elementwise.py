@@ -83,7 +83,7 @@ def _cast_tiles(
         i = k * BLOCK + tl.arange(0, BLOCK)
         x = load(src, i, i < count, SRC, WHOLE)
         if AT_RANDOM and DST != FLOAT32:
-            words = random_words(first_index + k * BLOCK, tensor, STREAM_WEIGHT, seed, tensor & 0, BLOCK)
+            words = random_words(first_index + k * BLOCK, tensor, STREAM_WEIGHT, seed, tensor & 0, BLOCK, WHOLE)
             store_half_bits(dst, i, narrowed_at_random(x, words, DST), i < count, WHOLE)
         else:
             store(dst, i, x, i < count, DST, WHOLE)
@@ -94,7 +94,7 @@ def cast_share(
     dst, src, count, tensor, seed, first_index,
     DST: tl.constexpr, SRC: tl.constexpr, AT_RANDOM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """dst = round(src) of `count` elements, the first of which is first_index of the tensor."""
+    """dst = round(src) of `count` elements, the first of which is first_index of the tensor, a multiple of 4."""
     whole = tl.where((dst | src) % 16 == 0, count // BLOCK, 0)
     _cast_tiles(dst, src, count, tensor, seed, first_index, 0, whole, DST, SRC, AT_RANDOM, BLOCK, True)
     first, tiles = whole * (BLOCK // REST), tl.cdiv(count, REST)

@@ -19,16 +19,17 @@ def _quads(quad, param_id, stream, seed, t):
 
 
 @triton.jit
-def random_words(first, param_id, stream: tl.constexpr, seed, t, BLOCK: tl.constexpr):
+def random_words(first, param_id, stream: tl.constexpr, seed, t, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """uint32 words of elements first to first + BLOCK - 1.
 
     Args:
         first: int64 scalar. param_id, seed, t: uint32 scalars.
+        WHOLE: first is a multiple of 4. Known when compiled: a branch here would cost layouts, and registers, of both.
     """
-    if first % 4 == 0:  # a quad serves four neighbours
+    if WHOLE:  # a quad serves four neighbours
         quad = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint64)
-        a0, b0, c0, d0 = _quads(quad, param_id, stream, seed, t)
-        words = tl.interleave(tl.interleave(a0, c0), tl.interleave(b0, d0))
+        a, b, c, d = _quads(quad, param_id, stream, seed, t)
+        words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
     else:
         element = first + tl.arange(0, BLOCK)
         a, b, c, d = _quads((element // 4).to(tl.uint64), param_id, stream, seed, t)

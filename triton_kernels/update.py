@@ -94,7 +94,7 @@ def _store_state(
     if STATE == FLOAT32:
         store_words(address, i, x, exists, WHOLE)
     else:
-        words = random_words(first, param_id, stream, seed, t, BLOCK)
+        words = random_words(first, param_id, stream, seed, t, BLOCK, WHOLE)
         store_half_bits(address, i, narrowed_at_random(x, words, STATE), exists, WHOLE)
 
 
@@ -117,7 +117,7 @@ def _update_tile(
     p, m, v, max_v = adam_update(g, p, m, v, max_v, scalars, AMSGRAD)
     words = bits_of(p)
     if AT_RANDOM:
-        words = random_words(first, param_id, STREAM_WEIGHT, seed, t, BLOCK)
+        words = random_words(first, param_id, STREAM_WEIGHT, seed, t, BLOCK, WHOLE)
     _store_weight(param, wide, i, p, words, exists, PARAM_DTYPE, HELD, AT_RANDOM, WHOLE)
     _store_state(exp_avg, i, m, exists, first, param_id, STREAM_EXP_AVG, seed, t, STATE, BLOCK, WHOLE)
     _store_state(exp_avg_sq, i, v, exists, first, param_id, STREAM_EXP_AVG_SQ, seed, t, STATE, BLOCK, WHOLE)
@@ -157,6 +157,8 @@ def update_share(
     """
     param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, wide = row
     aligned = ((param | grad | exp_avg | exp_avg_sq | max_exp_avg_sq | wide) % 16) == 0
+    if AT_RANDOM or STATE != FLOAT32:
+        aligned = aligned & (first_index % 4 == 0)  # random words come in fours
     whole = tl.where(aligned, count // BLOCK, 0)
     rest = whole * (BLOCK // REST)  # in smaller tiles, one element to a thread: masks take many registers
     healed = _update_tiles(
