@@ -54,6 +54,18 @@ def scalars_of(lr, beta1, beta2, eps, decay, decoupled, t):
 
 
 @triton.jit
+def root(x):
+    """IEEE's square root of float32.
+
+    Small numbers are scaled by powers of 4 and back, which is exact: for AMD, Triton 3.6 builds the root as if denormals
+    were zeros, and of one would make a NaN, or miss by an ulp.
+    """
+    small = x < 2.0**-64
+    result = tl.sqrt_rn(tl.where(small, x * 2.0**64, x))
+    return tl.where(small, result * 2.0**-32, result)
+
+
+@triton.jit
 def adam_update(g, p, m, v, max_v, s, AMSGRAD: tl.constexpr):
     """One step of float32 elements; g is unscaled and clipped.
 
@@ -72,6 +84,6 @@ def adam_update(g, p, m, v, max_v, s, AMSGRAD: tl.constexpr):
     if AMSGRAD:
         max_v = tl.where((max_v > v) | (max_v != max_v), max_v, v)  # NaN propagates
         second = max_v
-    denominator = tl.div_rn(tl.sqrt_rn(second), sqrt_correction2) + eps
+    denominator = tl.div_rn(root(second), sqrt_correction2) + eps
     p = p - tl.div_rn(step_size * m, denominator)
     return p, m, v, max_v

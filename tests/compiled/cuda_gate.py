@@ -11,6 +11,7 @@ from compiled.rules import (
     archs,
     contract_complaints,
     machine_complaints,
+    nvcc_name,
     read_budget,
     updated_budget,
     write_budget,
@@ -41,17 +42,16 @@ def check() -> bool:
         print(f"CUDA: {error}")
         return False
     budget = read_budget()
-    recorded = budget["nvcc"] in ("", nvcc_version())
+    recorded = budget["compiler"] in ("", nvcc_name())
     if recorded:
-        budget = updated_budget(budget, found)
+        budget = updated_budget(budget, found, nvcc_name())
         write_budget(budget)
-        kernel_table.DOCUMENT.parent.mkdir(exist_ok=True)
-        kernel_table.DOCUMENT.write_text(kernel_table.markdown(budget), encoding="utf-8")
+        kernel_table.write()
     for arch, of_arch in found.items():
         for name, kernel in of_arch.items():
-            wrong[arch] += machine_complaints(name, kernel, arch, budget)
+            wrong[arch] += machine_complaints(name, kernel, arch, budget, nvcc_name())
         verdict = "WRONG" if wrong[arch] else "ok"
         print(f"CUDA     sm_{arch:<6} nvcc {nvcc_version():7} {verdict}", *wrong[arch], sep="\n    ")
     if not recorded:
-        print(f'registers not compared: the budget is of nvcc {budget["nvcc"]}; "" in its place records this one')
+        print(f'registers not compared: the budget is of {budget["compiler"]}; "" in its place records this one')
     return not any(wrong.values())

@@ -1,7 +1,8 @@
-"""Limits of the GPU architectures, and how many blocks they let an SM hold.
+"""Limits of the GPU architectures, and how many blocks they let an SM (AMD: a compute unit) hold.
 
 Source: CUDA C++ Programming Guide 13.0, "Technical Specifications per Compute Capability", and the occupancy rules of
-NVIDIA's occupancy calculator. Registers: 65,536 an SM, at most 255 a thread, everywhere.
+NVIDIA's occupancy calculator. Registers: 65,536 an SM, at most 255 a thread, everywhere. AMD: "AMD Instinct MI300"
+CDNA3 Instruction Set Architecture, and LLVM's AMDGPU target, which prints the same occupancy.
 """
 
 from __future__ import annotations
@@ -32,15 +33,37 @@ GPUS = {
 }
 
 
-def occupancy(arch: int, registers: int, threads: int, shared: int) -> float:
-    """Share of an SM's warps that are resident when blocks of this kernel fill it.
+@dataclass(frozen=True)
+class AmdGpu:
+    simds: int  # of a compute unit
+    waves: int  # resident on a SIMD
+    registers: int  # vector registers of a SIMD, for each lane
+    granule: int  # of which so many are given out at a time
+    lanes: int  # of a wave
+    shared_per_block: int  # bytes, also of a compute unit
+
+
+AMD_GPUS = {"gfx942": AmdGpu(4, 8, 512, 8, 64, 64 * KIB)}
+
+
+def shared_limit(target: int | str) -> int:
+    """Bytes that the tools may show for a block."""
+    if isinstance(target, str):
+        return AMD_GPUS[target].shared_per_block
+    return GPUS[target].shared_per_block - GPUS[target].unseen
+
+
+def occupancy(target: int | str, registers: int, threads: int, shared: int) -> float:
+    """Share of an SM's warps that are resident when blocks of this kernel fill it; 0: not one block fits.
 
     Args:
-        registers: of a thread. They are given out to warps in units of 256, and to four warps at a time.
+        registers: of a thread. NVIDIA gives them out to warps in units of 256, and to four warps at a time.
         threads: of a block.
-        shared: bytes of a block, as cuobjdump shows them.
+        shared: bytes of a block, as the tools show them.
     """
-    gpu = GPUS[arch]
+    if isinstance(target, str):
+        return _amd_occupancy(AMD_GPUS[target], registers, threads, shared)
+    gpu = GPUS[target]
     warps = -(-threads // WARP)
     of_warp = -(-registers * WARP // 256) * 256
     warps_by_registers = 65_536 // of_warp // 4 * 4
@@ -49,3 +72,13 @@ def occupancy(arch: int, registers: int, threads: int, shared: int) -> float:
     if of_block:
         blocks = min(blocks, gpu.shared_per_sm // of_block)
     return blocks * warps / gpu.warps
+
+
+def _amd_occupancy(gpu: AmdGpu, registers: int, threads: int, shared: int) -> float:
+    of_wave = -(-max(registers, 1) // gpu.granule) * gpu.granule
+    resident = gpu.simds * min(gpu.waves, gpu.registers // of_wave)
+    waves = -(-threads // gpu.lanes)
+    blocks = resident // waves
+    if shared:
+        blocks = min(blocks, gpu.shared_per_block // shared)
+    return blocks * waves / (gpu.simds * gpu.waves)

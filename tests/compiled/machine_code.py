@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,25 +128,31 @@ def ptx(source: Path, arch: int, flags: list[str] | None = None) -> dict[str, st
 def _compile_and_read(source: Path, arch: int, flags: list[str]) -> dict[str, Kernel]:
     with tempfile.TemporaryDirectory() as folder:
         cubin, said = _nvcc(source, flags, folder, "-cubin", f"-arch=sm_{arch}", "-Xptxas=-v")
-        usage = _output(binary_tool("cuobjdump"), "-res-usage", str(cubin))
-        code = _output(binary_tool("nvdisasm"), "-c", str(cubin))
-        elf = _output(binary_tool("cuobjdump"), "-elf", str(cubin))
+        read = read_cubin(cubin)
     spills = {
         name: int(stored) + int(loaded)
         for name, stored, loaded in re.findall(
             r"Function properties for (\w+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads", said
         )
     }
+    names = demangled(list(read))
+    return {names[mangled]: replace(kernel, spills=spills[mangled]) for mangled, kernel in read.items()}
+
+
+def read_cubin(cubin: Path) -> dict[str, Kernel]:
+    """Every kernel of a cubin, by its mangled name; of spills only whether there are any (bytes: of one access)."""
+    usage = _output(binary_tool("cuobjdump"), "-res-usage", str(cubin))
+    code = _output(binary_tool("nvdisasm"), "-c", str(cubin))
+    elf = _output(binary_tool("cuobjdump"), "-elf", str(cubin))
     bodies = dict(re.findall(r"^\.text\.(\w+):\n(.*?)(?=^\.text\.|\Z)", code, re.DOTALL | re.MULTILINE))
     used = re.findall(r"Function (\w+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
-    names = demangled([mangled for mangled, *_ in used])
     return {
-        names[mangled]: Kernel(
+        mangled: Kernel(
             registers=int(registers),
             stack=int(stack),
             local=int(local),
             shared=int(shared),
-            spills=spills[mangled],
+            spills=len(re.findall(r"\b(?:LDL|STL)\b", bodies[mangled])),
             threads=_threads(elf, mangled),
             loads=widths("LD", bodies[mangled]),
             stores=widths("ST", bodies[mangled]),
@@ -155,9 +161,13 @@ def _compile_and_read(source: Path, arch: int, flags: list[str]) -> dict[str, Ke
     }
 
 
+# nvcc states the largest block, Triton the only one
+_BLOCK_SIZE = r"EIATTR_(?:MAX_THREADS|REQNTID)\n.*\n\s*Value:\s*(0x\w+) (0x\w+) (0x\w+)"
+
+
 def _threads(elf: str, mangled: str) -> int:
     section = re.search(rf"^\.nv\.info\.{mangled}\n(.*?)(?=^\.|\Z)", elf, re.DOTALL | re.MULTILINE)
-    bound = re.search(r"EIATTR_MAX_THREADS\n.*\n\s*Value:\s*(0x\w+) (0x\w+) (0x\w+)", section[1] if section else "")
+    bound = re.search(_BLOCK_SIZE, section[1] if section else "")
     return math.prod(int(each, 16) for each in bound.groups()) if bound else 0
 
 

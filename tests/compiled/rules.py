@@ -1,8 +1,9 @@
 """What the kernels' machine code and PTX must be, each rule as a list of complaints.
 
-budget.json beside this file holds, for each kernel, what people decide (how many accesses of which width one pass over
-the elements takes at least, bytes per element) and what `make gate` fills in (registers and shared memory per
-architecture, threads). Register counts belong to one nvcc; under another they are not compared.
+budget.json beside this file holds, for each CUDA kernel, what people decide (how many accesses of which width one pass
+over the elements takes at least, bytes per element) and what `make gate` fills in (registers and shared memory per
+architecture, threads); triton_budget.json holds the same of the Triton kernels, where the first follows from the mode
+(triton_modes.py). Register counts belong to one compiler; under another they are not compared.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from compiled.gpus import GPUS
+from compiled.gpus import occupancy, shared_limit
 from compiled.machine_code import CSRC, Kernel, known_archs, nvcc_version
 
 BUDGET = Path(__file__).with_name("budget.json")
-REGISTERS = 65_536  # of an SM, and the most that one block can have
 
 # The contract in PTX: every operation is rounded on its own (an add or mul without .rn is one that ptxas may fuse),
 # division and square root are IEEE's, denormals are kept.
@@ -30,6 +30,7 @@ FORBIDDEN = {
 # What the rules above are about; a kernel without it is not the one they were written for.
 EXPECTED = {
     "update_kernel": ("add.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"),
+    "finish_stats_kernel": ("add.rn.f64",),
     "prologue_kernel": ("add.rn.f64", "mul.rn.f64", "div.rn.f64", "sqrt.rn.f64"),
     "grad_stats_kernel": ("add.rn.f32", "mul.rn.f32", "add.rn.f64"),
     "scale_kernel": ("mul.rn.f32",),
@@ -44,8 +45,13 @@ def archs() -> list[int]:
     return [arch for arch in map(int, listed[1].split()) if arch in known_archs()]
 
 
-def read_budget() -> dict[str, Any]:
-    return json.loads(BUDGET.read_text("utf-8"))
+def nvcc_name() -> str:
+    """As a budget names it."""
+    return f"nvcc {nvcc_version()}"
+
+
+def read_budget(path: Path = BUDGET) -> dict[str, Any]:
+    return json.loads(path.read_text("utf-8"))
 
 
 def contract_complaints(name: str, ptx: str) -> list[str]:
@@ -59,29 +65,38 @@ def contract_complaints(name: str, ptx: str) -> list[str]:
     return found + ([f"{name}: no {', '.join(missing)}: are the rules still about this kernel?"] if missing else [])
 
 
-def machine_complaints(name: str, kernel: Kernel, arch: int, budget: dict[str, Any]) -> list[str]:
-    """What one kernel instance in one cubin has or lacks, by the budget and the architecture's limits."""
+def machine_complaints(
+    name: str, kernel: Kernel, target: int | str, budget: dict[str, Any], compiler: str
+) -> list[str]:  # fmt: skip
+    """What one kernel instance in one cubin has or lacks, by the budget and the architecture's limits.
+
+    Args:
+        target: the number after sm_, or AMD's name. compiler: name and version, as the budget has it.
+    """
     entry = budget["kernels"].get(name)
     if entry is None:
-        return [f"{name}: no entry in {BUDGET.name}: add its loads, stores and bytes_per_element, then run `make gate`"]
+        return [f"{name}: no entry in the budget: add its loads, stores and bytes_per_element, then run `make gate`"]
     found = []
     for what, size in (("stack", kernel.stack), ("local memory", kernel.local), ("spilled", kernel.spills)):
         if size:
             found.append(f"{size} bytes {what}")
     if not kernel.threads:
         found.append("no __launch_bounds__")
-    elif kernel.registers * kernel.threads > REGISTERS:
+    elif not occupancy(target, kernel.registers, kernel.threads, 0):
         found.append(f"{kernel.registers} registers for {kernel.threads} threads: it cannot be launched")
-    gpu = GPUS[arch]
-    if kernel.shared + gpu.unseen > gpu.shared_per_block:
-        found.append(f"{kernel.shared} bytes of shared memory, a block has {gpu.shared_per_block - gpu.unseen}")
+    if kernel.shared > shared_limit(target):
+        found.append(f"{kernel.shared} bytes of shared memory, a block has {shared_limit(target)}")
     for what, has, expected in (("load", kernel.loads, entry["loads"]), ("store", kernel.stores, entry["stores"])):
         for width, count in expected.items():
             if has.get(width, 0) < count:
                 found.append(f"{has.get(width, 0)} {what}s of {width} bits, expected {count} or more")
-    if budget["nvcc"] == nvcc_version():
-        found += _growth(kernel, entry, str(arch))
-    return [f"{name}, sm_{arch}: {text}" for text in found]
+    if budget["compiler"] == compiler:
+        found += _growth(kernel, entry, str(target))
+    return [f"{name}, {target_name(target)}: {text}" for text in found]
+
+
+def target_name(target: int | str) -> str:
+    return target if isinstance(target, str) else f"sm_{target}"
 
 
 def _growth(kernel: Kernel, entry: dict[str, Any], arch: str) -> list[str]:
@@ -97,29 +112,31 @@ def _growth(kernel: Kernel, entry: dict[str, Any], arch: str) -> list[str]:
     return found
 
 
-def updated_budget(budget: dict[str, Any], found: dict[int, dict[str, Kernel]]) -> dict[str, Any]:
+def updated_budget(
+    budget: dict[str, Any], found: dict[Any, dict[str, Kernel]], compiler: str
+) -> dict[str, Any]:  # fmt: skip
     """The budget with what was found where nothing was recorded or less is needed now; without kernels that are gone.
 
     Args:
-        found: architecture -> kernel's name -> kernel; all kernels of all sources.
+        found: target -> kernel's name -> kernel; all kernels of all sources.
     """
     kernels = {}
-    for name in sorted({name for of_arch in found.values() for name in of_arch} & set(budget["kernels"])):
+    for name in sorted({name for of_target in found.values() for name in of_target} & set(budget["kernels"])):
         entry = dict(budget["kernels"][name])
         for what in ("registers", "shared"):
             old = entry.get(what, {})
-            has = {str(arch): getattr(of_arch[name], what) for arch, of_arch in found.items()}
-            entry[what] = {arch: min(number, old.get(arch, number)) for arch, number in has.items()}
-        entry["threads"] = max(of_arch[name].threads for of_arch in found.values())
+            has = {str(target): getattr(of_target[name], what) for target, of_target in found.items()}
+            entry[what] = {target: min(number, old.get(target, number)) for target, number in has.items()}
+        entry["threads"] = max(of_target[name].threads for of_target in found.values())
         kernels[name] = entry
-    return {"nvcc": nvcc_version(), "kernels": kernels}
+    return {"compiler": compiler, "kernels": kernels}
 
 
-def write_budget(budget: dict[str, Any]) -> None:
+def write_budget(budget: dict[str, Any], path: Path = BUDGET) -> None:
     """One line per fact, so that a change shows which."""
-    lines = [f' "nvcc": {json.dumps(budget["nvcc"])},', ' "kernels": {']
+    lines = [f' "compiler": {json.dumps(budget["compiler"])},', ' "kernels": {']
     for name, entry in budget["kernels"].items():
         facts = ",\n".join(f"   {json.dumps(what)}: {json.dumps(value)}" for what, value in entry.items())
         lines.append(f"  {json.dumps(name)}: {{\n{facts}\n  }},")
     lines[-1] = lines[-1].removesuffix(",")
-    BUDGET.write_text("{\n" + "\n".join(lines) + "\n }\n}\n", encoding="utf-8")
+    path.write_text("{\n" + "\n".join(lines) + "\n }\n}\n", encoding="utf-8")
