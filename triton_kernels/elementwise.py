@@ -4,7 +4,9 @@ import triton
 import triton.language as tl
 
 from .elements import (
+    FLOAT16,
     FLOAT32,
+    bits_of,
     is_finite,
     load,
     narrowed,
@@ -40,6 +42,8 @@ def _scale_tiles(
             store_words(address, i, x, i < count, WHOLE)
         else:
             bits = narrowed(x, DTYPE)
+            if DTYPE == FLOAT16:  # with Triton 3.6 AMD multiplies and rounds in one instruction, which adds a +0 to a -0
+                bits = (bits & 0x7FFF) | ((bits_of(x) >> 16) & 0x8000)
             store_half_bits(address, i, bits, i < count, WHOLE)
             x = widened(bits, DTYPE)
         nonfinite = nonfinite | ((i < count) & ~is_finite(x)).to(tl.int32)
