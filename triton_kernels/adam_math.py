@@ -57,12 +57,11 @@ def scalars_of(lr, beta1, beta2, eps, decay, decoupled, t):
 def root(x):
     """IEEE's square root of float32.
 
-    Small numbers are scaled by powers of 4 and back, which is exact: for AMD, Triton 3.6 builds the root as if denormals
-    were zeros, and of one would make a NaN, or miss by an ulp.
+    Small numbers are scaled by a power of 4 and the root back, which is exact: for AMD, Triton 3.6 builds the root as
+    if denormals were zeros, and of one would make a NaN, or miss by an ulp.
     """
     small = x < 2.0**-64
-    result = tl.sqrt_rn(tl.where(small, x * 2.0**64, x))
-    return tl.where(small, result * 2.0**-32, result)
+    return tl.sqrt_rn(x * tl.where(small, 2.0**64, 1.0)) * tl.where(small, 2.0**-32, 1.0)
 
 
 @triton.jit

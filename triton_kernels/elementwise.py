@@ -42,7 +42,7 @@ def _scale_tiles(
             store_words(address, i, x, i < count, WHOLE)
         else:
             bits = narrowed(x, DTYPE)
-            if DTYPE == FLOAT16:  # with Triton 3.6 AMD multiplies and rounds in one instruction, which adds a +0 to a -0
+            if DTYPE == FLOAT16:  # AMD's one instruction for product and rounding adds +0 with Triton 3.6, also to -0
                 bits = (bits & 0x7FFF) | ((bits_of(x) >> 16) & 0x8000)
             store_half_bits(address, i, bits, i < count, WHOLE)
             x = widened(bits, DTYPE)

@@ -50,8 +50,7 @@ def finish_stats(
 
 
 def _prologue(lanes: int) -> dict[str, Any]:
-    warps = sizes.warps(sizes.PROLOGUE_BLOCK, sizes.PROLOGUE_ITEM, lanes)
-    return {"BLOCK": sizes.PROLOGUE_BLOCK, "num_warps": warps, **EXACT}
+    return {"BLOCK": sizes.PROLOGUE_BLOCK, "num_warps": sizes.PROLOGUE_BLOCK // lanes, **EXACT}
 
 
 def prologue(*tensors: Any, lanes: int) -> None:

@@ -81,8 +81,8 @@ def finish_stats_kernel(chunk_sums, firsts, n, tensor_sums, total, first_bad, BL
         chunk_sums, firsts: as grad_stats_kernel leaves and takes them; firsts has n + 1 entries.
     """
     bad = _sum_tensors(chunk_sums, firsts, n, tensor_sums, BLOCK)
-    tl.store(total, total_of(tensor_sums, n))
     tl.store(first_bad, tl.where(bad == n, -1, bad).to(tl.int64))
+    tl.store(total, total_of(tensor_sums, n))
 
 
 # ---- decision --------------------------------------------------------------------------------------------------------
@@ -144,7 +144,8 @@ def prologue_kernel(
     """
     if chunk_sums is not None:
         first = _sum_tensors(chunk_sums, firsts, n, tensor_sums, BLOCK)
-        total, bad = total_of(tensor_sums, n), tl.where(first == n, -1, first).to(tl.int64)
+        bad = tl.where(first == n, -1, first).to(tl.int64)
+        total = total_of(tensor_sums, n)
     else:
         total = tl.full((), float("nan"), tl.float64) if given_total is None else tl.load(given_total)
         bad = tl.full((), -1, tl.int64) if given_bad is None else tl.load(given_bad)

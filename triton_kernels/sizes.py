@@ -3,7 +3,7 @@
 SHARE = 16384  # elements of one tensor, of one program of the elementwise kernels
 BLOCK = 1024  # elements of one round of its loop
 CHUNK, LANES = 65536, 1024  # of grad_stats: part of the norm's order (reference/sum_squares.py), not to be tuned
-PROLOGUE_BLOCK, PROLOGUE_ITEM = 512, 8  # tensors of one round; its widest item is a float64
+PROLOGUE_BLOCK = 512  # tensors of one round, one to a lane
 
 
 def warps(block: int, widest: int, lanes: int) -> int:

@@ -135,13 +135,16 @@ def _update_tiles(
     AT_RANDOM: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Tiles `tile` to `tiles` of a share; returns how many elements healed, int64."""
-    healed = tl.zeros((BLOCK,), tl.int32)
+    healed = tl.zeros((BLOCK // 4 if WHOLE else BLOCK,), tl.int32)
     for k in range(tile, tiles):
         i = k * BLOCK + tl.arange(0, BLOCK)
-        healed += _update_tile(
+        here = _update_tile(
             row, scalars, random, grad_factor, i, i < count, first_index + k * BLOCK,
             PARAM_DTYPE, GRAD, STATE, HELD, AMSGRAD, AT_RANDOM, BLOCK, WHOLE,
         )  # fmt: skip
+        if WHOLE:  # those of one lane are one counter
+            here = tl.sum(tl.reshape(here, (BLOCK // 4, 4)), 1)
+        healed += here
     return tl.sum(healed, 0).to(tl.int64)
 
 
@@ -160,14 +163,16 @@ def update_share(
     if AT_RANDOM or STATE != FLOAT32:
         aligned = aligned & (first_index % 4 == 0)  # random words come in fours
     whole = tl.where(aligned, count // BLOCK, 0)
-    rest = whole * (BLOCK // REST)  # in smaller tiles, one element to a thread: masks take many registers
+    # The rest in smaller tiles, one element to a thread, because masks take many registers; and first, because what it
+    # needs would otherwise be kept in registers beside what the loop over whole tiles needs.
+    rest = whole * (BLOCK // REST)
     healed = _update_tiles(
-        row, scalars, random, first_index, grad_factor, count, 0, whole,
-        PARAM_DTYPE, GRAD, STATE, HELD, AMSGRAD, AT_RANDOM, BLOCK, True,
-    )  # fmt: skip
-    healed += _update_tiles(
         row, scalars, random, first_index, grad_factor, count, rest, tl.cdiv(count, REST),
         PARAM_DTYPE, GRAD, STATE, HELD, AMSGRAD, AT_RANDOM, REST, False,
+    )  # fmt: skip
+    healed += _update_tiles(
+        row, scalars, random, first_index, grad_factor, count, 0, whole,
+        PARAM_DTYPE, GRAD, STATE, HELD, AMSGRAD, AT_RANDOM, BLOCK, True,
     )  # fmt: skip
     if HELD == CHECKED_MASTER:  # noqa: SIM102 (known when it is compiled, unlike the next)
         if healed > 0:
