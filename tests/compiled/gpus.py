@@ -2,7 +2,7 @@
 
 Source: CUDA C++ Programming Guide 13.0, "Technical Specifications per Compute Capability", and the occupancy rules of
 NVIDIA's occupancy calculator. Registers: 65,536 an SM, at most 255 a thread, everywhere. AMD: "AMD Instinct MI300"
-CDNA3 Instruction Set Architecture, and LLVM's AMDGPU target, which prints the same occupancy.
+CDNA3 Instruction Set Architecture, and LLVM's AMDGPU target, which prints the same occupancy (scalar registers apart).
 """
 
 from __future__ import annotations
