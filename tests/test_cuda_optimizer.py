@@ -24,7 +24,14 @@ from halfstep.ops import native_cpu
 from halfstep.reference import AdamGroup
 from halfstep.reference.step import StepInputs
 
-each_order = pytest.mark.parametrize("order", ORDERS, ids=ORDER_IDS)
+USUAL_SIZES = [1, 3, 4, 5, 1023, 16384, 16387, 3 * 16384 + 1, 70001]
+MISALIGNED_SIZES = [1, 2, 5, 1030, 16385]
+
+
+@pytest.fixture(params=ORDERS, ids=ORDER_IDS)
+def order(request):
+    """Of threads and blocks; a module that runs these tests on another backend has a fixture of its own."""
+    return request.param
 
 
 @pytest.mark.parametrize("state", FLOATS, ids=str)
@@ -45,15 +52,13 @@ def test_update_on_awkward_data(weight, state, inputs):
 @pytest.mark.parametrize("weight", WEIGHTS, ids=WEIGHT_IDS)
 def test_the_usual_kinds(weight):
     """Each has an instance of its own: gradients of the weight's dtype, float32 states. Blocks, packs and rests."""
-    sizes = [1, 3, 4, 5, 1023, 16384, 16387, 3 * 16384 + 1, 70001]
-    cases = [make_case(weight, weight[0], FLOAT32, n, seed=n, group=i, step=i) for i, n in enumerate(sizes)]
+    cases = [make_case(weight, weight[0], FLOAT32, n, seed=n, group=i, step=i) for i, n in enumerate(USUAL_SIZES)]
     for heal in (False, True):
         inputs = StepInputs(scale=torch.tensor(8.0), heal=heal)
         expected = run(native_cpu, cases, GROUPS, inputs)
         assert_same_step(run(emulated(), cases, GROUPS, inputs), expected, cases, heal)
 
 
-@each_order
 def test_whole_phase(order):
     """Scale, norm, clip and update of tensors that straddle chunks and blocks, with empty ones between them."""
     cases, inputs = whole_phase_cases()
@@ -79,7 +84,6 @@ def launches_of_run(cases: list[Case], groups: list[AdamGroup], inputs: StepInpu
     return len(made)
 
 
-@each_order
 def test_three_launches(order):
     """One for each pass and one between them."""
     cases, inputs = whole_phase_cases()
@@ -115,8 +119,7 @@ def test_a_skipped_step_changes_no_bit(why):
 )
 def test_views_that_are_not_aligned(weight, grad, state, shifts):
     """All moved alike: packs from the first aligned element on. Moved differently: single elements."""
-    sizes = [1, 2, 5, 1030, 16385]
-    for size in sizes:
+    for size in MISALIGNED_SIZES:
         case = make_case(weight, grad, state, size, seed=size, amsgrad=True)
         expected = run(native_cpu, [case], GROUPS, StepInputs())
         guarded = {
