@@ -11,6 +11,7 @@ from typing import Any
 import emulated_builds
 import pytest
 import torch
+import triton_session
 from hypothesis import settings
 
 # No deadline: the first example of a property test loads kernels. The same examples in every run; to look for new ones:
@@ -30,10 +31,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--emulated", choices=emulated_builds.VARIANTS, default="plain", help="how the emulated CUDA module is built"
     )
+    parser.addoption("--triton", metavar="VERSION", help="fail unless this is the Triton that is imported")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     emulated_builds.selected = config.getoption("--emulated")
+    wanted = config.getoption("--triton")
+    if wanted is not None:
+        triton_session.require(wanted)
+
+
+def pytest_report_header() -> str | None:
+    return "TRITON_INTERPRET=1: only tests/interpreted is collected" if triton_session.interpreting() else None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return triton_session.left_out(collection_path, config.args) or None
 
 
 @pytest.fixture(scope="session")
