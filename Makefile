@@ -18,6 +18,13 @@ NATIVE_SOURCES := setup.py CMakeLists.txt $(shell find csrc -type f)
 # another in its place pytest-xdist can wait for ever for the tests that went down with it.
 PYTEST := $(PY) -m pytest -n auto --maxprocesses=8 --dist loadgroup --max-worker-restart=0
 
+# The oldest Triton that is supported, beside the one that torch has pinned: a folder that PYTHONPATH puts first. Its
+# interpreter needs an older numpy, too. Where there are no wheels of it, nothing is tested on it.
+OLD_TRITON := 3.6.0
+OLD_TRITON_FOLDER := $(VENV)/triton-$(OLD_TRITON)
+OLD_TRITON_EXISTS := ; python_version < "3.15" and platform_system == "Linux" and (platform_machine == "x86_64" or platform_machine == "aarch64")
+ON_OLD_TRITON := PYTHONPATH='$(abspath $(OLD_TRITON_FOLDER))' $(PYTEST) --triton $(OLD_TRITON)
+
 .DEFAULT_GOAL := help
 .PHONY: help train test lint bench gate gpu versions clean
 
@@ -27,8 +34,15 @@ help:
 train: $(VENV)/.native
 	$(PY) examples/train_gpt.py
 
-test: $(VENV)/.native
-	$(PYTEST) tests
+# Compiled and interpreted kernels do not share a process (tests/triton_session.py). All sessions run, whichever fails.
+test: $(VENV)/.native $(OLD_TRITON_FOLDER)/.installed
+	@status=0; set -x; \
+	TRITON_INTERPRET=0 $(PYTEST) tests || status=1; \
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted || status=1; \
+	if [ -d '$(OLD_TRITON_FOLDER)/triton' ]; then \
+	    TRITON_INTERPRET=1 $(ON_OLD_TRITON) -m 'not newest' tests/interpreted || status=1; \
+	fi; \
+	exit $$status
 
 lint: $(VENV)/.lint
 	$(PY) -m ruff check .
@@ -74,6 +88,13 @@ $(VENV)/.deps: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.native: $(VENV)/.deps $(NATIVE_SOURCES)
 	$(PIP) install --quiet --no-build-isolation --no-deps $(NATIVE_OPTION) --editable .
 	@if ls python/halfstep/_cpu.*.so >/dev/null 2>&1; then touch $@; else $(PY) -m halfstep doctor; fi
+
+$(OLD_TRITON_FOLDER)/.installed: | $(VENV)/.deps
+	rm -rf '$(OLD_TRITON_FOLDER)'
+	mkdir -p '$(OLD_TRITON_FOLDER)'
+	$(PIP) install --quiet --no-deps --only-binary=:all: --target '$(OLD_TRITON_FOLDER)' \
+	    'triton==$(OLD_TRITON)$(OLD_TRITON_EXISTS)' 'numpy<2.4$(OLD_TRITON_EXISTS)'
+	@touch $@
 
 $(VENV)/.lint: $(VENV)/.deps
 	$(PIP) install --quiet --no-build-isolation $(NATIVE_OPTION) --editable '.[test,lint]'

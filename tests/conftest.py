@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str | None:
-    return "TRITON_INTERPRET=1: only tests/interpreted is collected" if triton_session.interpreting() else None
+    return "TRITON_INTERPRET=1: tests/interpreted, and what is named" if triton_session.interpreting() else None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

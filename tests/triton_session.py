@@ -21,13 +21,15 @@ def interpreting() -> bool:
 def left_out(path: Path, arguments: Sequence[str]) -> bool:
     """Whether this path is not collected.
 
-    Without TRITON_INTERPRET=1 tests/interpreted is left out unless an argument names it (its conftest.py then says why
-    it cannot run); with it everything else is.
+    Without TRITON_INTERPRET=1 that is tests/interpreted, with it everything else; but for what an argument names, other
+    than a folder that holds both.
     """
+    places = [Path(argument.split("::")[0]).resolve() for argument in arguments]
+    named = [place for place in places if place == FOLDER or not FOLDER.is_relative_to(place)]
+    if any(path.is_relative_to(place) or place.is_relative_to(path) for place in named):
+        return False
     inside = path.is_relative_to(FOLDER)
-    if interpreting():
-        return not inside and not FOLDER.is_relative_to(path)
-    return inside and not any(Path(a.split("::")[0]).resolve().is_relative_to(FOLDER) for a in arguments)
+    return not inside and not FOLDER.is_relative_to(path) if interpreting() else inside
 
 
 def require(version: str) -> None:
