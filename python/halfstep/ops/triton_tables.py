@@ -48,13 +48,13 @@ class HostMemory:
 
         Raises: RuntimeError in a capture that needs more than calls before it did.
         """
-        if self._device.type == "cpu":
+        if devices.is_host(self._device):
             return torch.tensor(words, dtype=torch.int64)
         if not devices.is_capturing(self._device):
             self._largest = max(self._largest, len(words))
             if self._slab.numel() - self._used < 4 * self._largest:
-                self._slab, self._used = torch.empty(8 * self._largest, dtype=torch.int64, pin_memory=True), 0
-            return torch.tensor(words, dtype=torch.int64, pin_memory=True)
+                self._slab, self._used = _pinned(8 * self._largest), 0
+            return _pinned(len(words)).copy_(torch.tensor(words, dtype=torch.int64))
         free = self._slab[self._used : self._used + len(words)]
         if free.numel() < len(words):
             raise RuntimeError(
@@ -63,6 +63,11 @@ class HostMemory:
             )
         self._used += len(words)
         return free.copy_(torch.tensor(words, dtype=torch.int64))
+
+
+def _pinned(count: int) -> Tensor:
+    """torch gives such memory out again only when the copies from it are done."""
+    return torch.empty(count, dtype=torch.int64, pin_memory=True)
 
 
 class Words:
