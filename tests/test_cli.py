@@ -37,7 +37,7 @@ def healthy() -> doctor.Facts:
                     "compiled_isas": ["baseline", "avx2", "avx512"], "compiler": "GNU 12.2.0", "openmp": True},
         native_cuda={"built": True, "nvcc": "13.0.88", "unused": "not used: there is no NVIDIA driver",
                      "code_for": [f"sm_{n}" for n in (75, 80, 86, 89, 90, 100, 120)] + ["compute_120 (PTX)"]},
-        triton={},
+        triton={"installed": True, "used": False, "why": "for GPUs that have no native kernels; no device here"},
         gpu="None in use: torch is a build for CPUs.",
         operators={name: {"cpu": ("native", "C++ kernels for avx2"), "cuda": ("reference", "no GPU kernels, " * 9)}
                    for name in ("grad_stats", "adam_", "unscale_", "cast_", "clip_grad_norm_")},
@@ -47,7 +47,7 @@ def healthy() -> doctor.Facts:
 def test_doctor_on_this_machine(run) -> None:
     result = run("doctor")
     assert result.exit_code == 0, result.output
-    for word in (__version__, "torch", "CPU kernels", "CUDA kernels", "threads", "GPU", "adam_", "cast_"):
+    for word in (__version__, "torch", "CPU kernels", "CUDA kernels", "Triton", "threads", "GPU", "adam_", "cast_"):
         assert word in result.output
     assert max(map(len, result.output.splitlines())) <= WIDTH
     assert "…" not in result.output, "something was cut off"
@@ -98,7 +98,7 @@ def test_doctor_says_what_is_built(run, monkeypatch: pytest.MonkeyPatch, change:
     [
         ({}, "CUDA kernels not used: there is no NVIDIA driver; built by nvcc 13.0.88: sm_75, sm_80, sm_86"),
         ({"unused": None}, "CUDA kernels in use; built by nvcc 13.0.88: sm_75"),
-        ({"built": False, "unused": "not built: no nvcc. Get it."}, "CUDA kernels not built: no nvcc. Get it. threads"),
+        ({"built": False, "unused": "not built: no nvcc. Get it."}, "CUDA kernels not built: no nvcc. Get it. Triton"),
     ],
 )
 def test_doctor_says_what_cuda_is_built(run, monkeypatch: pytest.MonkeyPatch, change: dict, text: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from halfstep import doctor
-from halfstep.ops import backend, native_cuda
+from halfstep.ops import backend, native_cuda, triton_gpu
 
 ARCHS = "75-real,80-real,86-real,89-real,90-real,100-real,120"
 KERNELS = (
@@ -64,9 +64,12 @@ def devices(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
         monkeypatch.setattr(backend, "native_cuda_module", lambda: (module, error))
 
-    backend._native_for_cuda.cache_clear()
+    caches = backend._native_for_cuda, triton_gpu.why_not, backend._say_once
+    for cached in caches:
+        cached.cache_clear()
     yield see
-    backend._native_for_cuda.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 class Module:
@@ -100,7 +103,6 @@ def test_a_device_of_another_architecture_is_said_once_and_gets_the_reference(de
         "CUDAARCHS=61 in the environment"
     )
     assert backend.report()["native_cuda"]["devices"] == [None, why]
-    backend._say_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="CUDAARCHS=61"):
         assert backend.choose(torch.device("cuda", 1)).name == "reference"
     with pytest.raises(RuntimeError, match=r"backend='native' cannot run on cuda tensors: .*CUDAARCHS=61"):
@@ -127,6 +129,79 @@ def test_without_a_device_the_report_needs_none(devices) -> None:
     assert backend.report()["native_cuda"] == {
         "built": True, "error": None, "devices": [], "code_for": native_cuda.arch_names(ARCHS)
     }  # fmt: skip
+
+
+# ---- Triton in their place -------------------------------------------------------------------------------------------
+GPU = torch.device("cuda", 0)
+NO_NVCC = "halfstep._cuda is not built (no nvcc at install time?)"
+
+
+@pytest.fixture
+def triton_starts(monkeypatch: pytest.MonkeyPatch):
+    """Says whether Triton starts, and returns what the backend would be."""
+
+    def set_to(why_not: str | None) -> object:
+        monkeypatch.setattr(triton_gpu, "why_not", lambda device: why_not)
+        kernels = object()
+        monkeypatch.setattr(triton_gpu, "of_device", lambda device: kernels)
+        return kernels
+
+    return set_to
+
+
+def test_triton_runs_where_no_module_is_built(devices, triton_starts) -> None:
+    devices((9, 0), error=NO_NVCC)
+    kernels = triton_starts(None)
+    assert backend.choose(GPU) is kernels
+    assert backend.choose(GPU, "triton") is kernels
+    why = f"Triton kernels, compiled at their first use: the same results. {NO_NVCC}"
+    assert cuda_choice() == ("triton", why)
+    assert backend.report()["triton"] == {"installed": True, "used": True, "why": NO_NVCC}
+    with pytest.raises(RuntimeError, match=r"backend='native' cannot run on cuda tensors: halfstep._cuda is not built"):
+        backend.choose(GPU, "native")
+
+
+def test_triton_runs_on_gpus_of_amd(devices, triton_starts, monkeypatch) -> None:
+    devices((9, 4), module=Module())
+    kernels = triton_starts(None)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert backend.choose(GPU) is kernels
+
+
+def test_the_module_comes_first_unless_triton_is_named(devices, triton_starts) -> None:
+    devices((9, 0), module=Module())
+    kernels = triton_starts(None)
+    assert isinstance(backend.choose(GPU), native_cuda.CudaBackend)
+    assert backend.choose(GPU, "triton") is kernels
+    assert backend.report()["triton"] == {"installed": True, "used": False, "why": "the native kernels run instead"}
+
+
+def test_both_reasons_are_said_where_neither_runs(devices, triton_starts) -> None:
+    devices((9, 0), error=NO_NVCC)
+    triton_starts("Triton does not start here")
+    with pytest.warns(
+        RuntimeWarning, match=r"is not built .*; Triton does not start here; plain PyTorch"
+    ):
+        assert backend.choose(GPU).name == "reference"
+    with pytest.raises(RuntimeError, match=r"backend='triton' cannot run on cuda tensors: Triton does not start here"):
+        backend.choose(GPU, "triton")
+
+
+def test_why_triton_does_not_start(devices, monkeypatch) -> None:
+    devices((9, 0), error=NO_NVCC)
+    assert triton_gpu.why_not(torch.device("cpu")) == "Triton has kernels for GPUs, not for cpu tensors"
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(torch.cuda, "device", fail)
+    assert triton_gpu.why_not(GPU) == (
+        "Triton does not start here (RuntimeError: Failed to find C compiler); it needs a C compiler (gcc or clang) "
+        "and Python's headers at run time"
+    )
+    triton_gpu.why_not.cache_clear()
+    monkeypatch.setattr(triton_gpu, "installed", lambda: False)
+    assert triton_gpu.why_not(GPU) == "Triton is not installed (pip install triton)"
 
 
 # ---- the doctor's sentence -------------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ def _summary(facts: doctor_module.Facts) -> list[tuple[str, str]]:
         ("CPU", f"{facts.cpu['model']}, {cores} core{'s' if cores != 1 else ''} for this process"),
         ("CPU kernels", _native_sentence(facts.native_cpu)),
         ("CUDA kernels", _cuda_sentence(facts.native_cuda)),
+        ("Triton", _triton_sentence(facts.triton)),
         ("threads", f"{threads} (torch.get_num_threads()), OpenMP runtime: {', '.join(runtimes) or 'none loaded'}"),
         ("GPU", facts.gpu),
     ]
@@ -135,6 +136,12 @@ def _cuda_sentence(cuda: dict) -> str:
         return cuda["unused"]
     compiler = f" by nvcc {cuda['nvcc']}" if cuda.get("nvcc") else ""
     return f"{cuda['unused'] or 'in use'}; built{compiler}: {', '.join(cuda['code_for'])}"
+
+
+def _triton_sentence(triton: dict) -> str:
+    if triton.get("used"):
+        return f"in use: {triton['why']}"
+    return f"not used: {triton.get('why', 'unknown reason')}"
 
 
 def _operators(facts: doctor_module.Facts) -> Table:
