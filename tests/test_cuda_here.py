@@ -6,10 +6,13 @@ machine without a driver where nothing says why the kernels are not used.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 from halfstep import doctor
 from halfstep.ops import backend, native_cuda, triton_gpu
@@ -179,9 +182,7 @@ def test_the_module_comes_first_unless_triton_is_named(devices, triton_starts) -
 def test_both_reasons_are_said_where_neither_runs(devices, triton_starts) -> None:
     devices((9, 0), error=NO_NVCC)
     triton_starts("Triton does not start here")
-    with pytest.warns(
-        RuntimeWarning, match=r"is not built .*; Triton does not start here; plain PyTorch"
-    ):
+    with pytest.warns(RuntimeWarning, match=r"is not built .*; Triton does not start here; plain PyTorch"):
         assert backend.choose(GPU).name == "reference"
     with pytest.raises(RuntimeError, match=r"backend='triton' cannot run on cuda tensors: Triton does not start here"):
         backend.choose(GPU, "triton")
@@ -200,8 +201,27 @@ def test_why_triton_does_not_start(devices, monkeypatch) -> None:
         "and Python's headers at run time"
     )
     triton_gpu.why_not.cache_clear()
+    monkeypatch.setattr(triton_gpu, "kernels", lambda: SimpleNamespace(INTERPRETED=True))
+    assert triton_gpu.why_not(GPU) == (
+        "TRITON_INTERPRET is set, and Triton's interpreter cannot follow a GPU's addresses: unset it"
+    )
+    triton_gpu.why_not.cache_clear()
     monkeypatch.setattr(triton_gpu, "installed", lambda: False)
     assert triton_gpu.why_not(GPU) == "Triton is not installed (pip install triton)"
+
+
+def test_triton_runs_on_gpus_that_it_has_code_for(devices, monkeypatch) -> None:
+    """Those of CUDA by their compute capability; AMD's have other names, and Triton's start says it."""
+    devices((9, 0), (7, 5))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    active = SimpleNamespace(get_current_target=lambda: None)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
+    assert triton_gpu.why_not(GPU) is None
+    old = torch.device("cuda", 1)
+    assert triton_gpu.why_not(old) == "Triton has no code for this GPU (compute capability 7.5, it needs 8.0)"
+    triton_gpu.why_not.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert triton_gpu.why_not(old) is None
 
 
 # ---- the doctor's sentence -------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def scale_share(address, count, factor, DTYPE: tl.constexpr, BLOCK: tl.constexpr
     return nonfinite > 0
 
 
-@triton.jit(do_not_specialize_on_alignment=["addresses", "numels", "work"])
+@triton.jit(do_not_specialize_on_alignment=["addresses", "numels", "work", "factor", "first_bad"])
 def scale_kernel(
     addresses, numels, work, factor, first_bad,
     DTYPE: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,

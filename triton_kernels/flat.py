@@ -20,10 +20,9 @@ from torch.autograd.graph import increment_version
 
 from . import sizes
 from .flat_kernels import flat_adam_kernel, flat_cast_kernel, flat_chunks_kernel, flat_scale_kernel, flat_total_kernel
-from .launch import EXACT, ITEM_SIZES, tiles
+from .launch import EXACT, INTERPRETED, ITEM_SIZES, tiles
 from .update import CHECKED_MASTER, MASTER, NOTHING_WIDER, REMAINDER
 
-INTERPRETED = not isinstance(flat_adam_kernel, triton.JITFunction)  # then the device is the CPU
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -168,8 +167,10 @@ def _codes(tensors: dict[str, Tensor]) -> list[int]:
 
 
 def _check_place(name: str, tensor: Tensor, first: str, like: Tensor) -> None:
-    if tensor.device.type != "cuda" and not INTERPRETED:
-        raise ValueError(f"{name} is on {tensor.device}: Triton kernels run on GPUs; use halfstep's own functions")
+    if tensor.device.type != ("cpu" if INTERPRETED else "cuda"):
+        interpreter = "Triton's interpreter, which TRITON_INTERPRET=1 asks for, on the CPU"
+        where = interpreter if INTERPRETED else "on GPUs; use halfstep's own functions"
+        raise ValueError(f"{name} is on {tensor.device}: Triton kernels run {where}")
     if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_neg():
         raise ValueError(f"{name} is not contiguous; pass {name}.contiguous(), or a view of it as a flat buffer")
     if tensor.numel() != like.numel() or tensor.device != like.device:

@@ -58,7 +58,7 @@ def chunk_sum(address, count, factor, DTYPE: tl.constexpr):
     return lanes
 
 
-@triton.jit(do_not_specialize_on_alignment=["addresses", "numels", "firsts", "work"])
+@triton.jit(do_not_specialize_on_alignment=["addresses", "numels", "firsts", "work", "scale"])
 def grad_stats_kernel(addresses, numels, firsts, work, scale, sums, DTYPE: tl.constexpr):
     """sums[chunk] of tensors of one dtype, one program per chunk.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import triton
 from torch import Tensor
 
 from . import elementwise, sizes
@@ -17,10 +18,12 @@ from . import update as second
 from .layout import NUMEL, RECORD_COLUMNS
 
 __all__ = [
-    "NUMEL", "RECORD_COLUMNS", "accumulate", "cast", "finish_stats", "grad_stats", "prologue", "scale", "sizes",
-    "update",
+    "INTERPRETED", "NUMEL", "RECORD_COLUMNS", "accumulate", "cast", "finish_stats", "grad_stats", "prologue", "scale",
+    "sizes", "update",
 ]  # fmt: skip
 
+# Triton's interpreter is in place of its compiler (TRITON_INTERPRET=1): it follows addresses of the CPU, no others
+INTERPRETED = not isinstance(second.update_kernel, triton.JITFunction)
 Tasks = Iterable[tuple[tuple[int, ...], Tensor]]  # a pattern of dtypes, and the work of its programs
 ITEM_SIZES = (4, 2, 2)  # of a dtype's elements
 EXACT = {"enable_fp_fusion": False, "num_stages": 1}  # no multiply and add become one rounding

@@ -73,7 +73,7 @@ def total_of(tensor_sums, n):
     return total
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["firsts", "total", "first_bad"])
 def finish_stats_kernel(chunk_sums, firsts, n, tensor_sums, total, first_bad, BLOCK: tl.constexpr):
     """Statistics of a list: tensor_sums float64 [n], total float64 [1], first_bad int64 [1], -1 where all are finite.
 
@@ -129,7 +129,10 @@ def _write_record(out, n, exists, group, t):
     tl.store(out + R_T * n, float_of(t.to(tl.uint32)), mask=exists)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(
+    do_not_specialize=["n"],
+    do_not_specialize_on_alignment=["firsts", "given_total", "given_bad", "scale", "found_inf"],
+)
 def prologue_kernel(
     chunk_sums, firsts, tensor_sums, given_total, given_bad, scale, found_inf, settings, rows, n, results, decision,
     records, BLOCK: tl.constexpr,

@@ -24,6 +24,7 @@ from .results import result
 from .triton_plan import AdamPlan, kernels
 from .triton_tables import HostMemory, Pattern, Words, first_parts, tasks
 
+_LEAST = (8, 0)  # compute capability
 _TABLES = 16  # of lists, kept at a time
 NOT_INSTALLED = "Triton is not installed (pip install triton)"
 
@@ -42,7 +43,8 @@ def why_not(device: torch.device) -> str | None:
     try:
         import triton
 
-        kernels()
+        if kernels().INTERPRETED:
+            return "TRITON_INTERPRET is set, and Triton's interpreter cannot follow a GPU's addresses: unset it"
         with torch.cuda.device(device):
             triton.runtime.driver.active.get_current_target()
     except Exception as error:  # whatever it is: a driver, a C compiler for Triton's own launcher
@@ -50,6 +52,9 @@ def why_not(device: torch.device) -> str | None:
             f"Triton does not start here ({type(error).__name__}: {error}); it needs a C compiler (gcc or clang) and "
             "Python's headers at run time"
         )
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < _LEAST:
+        return f"Triton has no code for this GPU (compute capability {'.'.join(map(str, capability))}, it needs 8.0)"
     return None
 
 
