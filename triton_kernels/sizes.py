@@ -1,7 +1,7 @@
 """How much a program of each kernel takes: one table for all. Never autotuned: these kernels write in place.
 
-Chosen by machine code (registers and accesses, docs/kernels.md). `halfstep bench optimizer --device cuda` measures them;
-no GPU has yet.
+Chosen by machine code (registers and accesses, docs/kernels.md); `halfstep bench optimizer --device cuda` measures
+them, and no GPU has yet.
 """
 
 SHARE = 16384  # elements of one tensor, of one program of the elementwise kernels
