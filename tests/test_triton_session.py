@@ -69,6 +69,11 @@ SESSIONS = [
     ("TRITON_INTERPRET=0", "PYTHONPATH=", "tests"),
     ("TRITON_INTERPRET=1", "PYTHONPATH=", "tests/interpreted"),
     ("TRITON_INTERPRET=1", "PYTHONPATH={venv}/triton-3.6.0", "--triton 3.6.0 -m not newest tests/interpreted"),
+    (
+        "TRITON_INTERPRET=0",
+        "PYTHONPATH={venv}/triton-3.6.0",
+        "--triton 3.6.0 tests/compiled/test_triton_machine_code.py tests/compiled/test_triton_planted_faults.py",
+    ),
 ]
 
 
@@ -87,7 +92,7 @@ def made_test(root: Path, folder: Path, fails: str, wheels: bool = True) -> tupl
     return done.returncode, log.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("fails", ["nothing", "=0 tests", "=0 tests/interpreted", "newest tests/interpreted"])
+@pytest.mark.parametrize("fails", ["nothing", "=0 tests", "=0 tests/interpreted", "newest tests/interpreted", "faults.py"])
 def test_make_test_runs_every_session_and_fails_with_any(
     fails: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

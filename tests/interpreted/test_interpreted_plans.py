@@ -138,12 +138,20 @@ def test_a_rate_on_the_device_is_read_where_it_is(both, copied):
     assert copied == [SETTINGS] * 2
 
 
-def test_the_first_pass_alone_needs_no_settings(both):
+def test_the_first_pass_alone_needs_no_settings(both, copied):
     """For who adds up several devices; the update that follows has its own numbers."""
     both.plan.set_grads(both.grads)
     both.judge.set_grads(both.grads)
     for mine, theirs in zip(both.plan.grad_stats(None), both.judge.grad_stats(None), strict=True):
         assert_same_bits(mine, theirs, "statistics")
+    both.step()
+    assert copied == [], "nor does it take the last ones away"
+
+
+def test_a_first_pass_may_come_before_every_step(backend):
+    both = Both(backend)
+    both.plan.set_grads(both.grads)
+    both.plan.grad_stats(None)
     both.step()
 
 

@@ -92,7 +92,7 @@ class AdamPlan:
         total, first_bad = result(torch.float64, self._device), result(torch.int64, self._device)
         with self._backend.current():
             columns = self._table()
-            _, grads = self._settings([], StepInputs())
+            _, grads = self._changed(self._last[0])
             sums, firsts, tensor_sums = self._first_pass(columns, grads, scale)
             kernels().finish_stats(sums, firsts, tensor_sums, total, first_bad, self._backend.lanes)
         return total, first_bad
@@ -152,6 +152,9 @@ class AdamPlan:
         settings = [*_bits(max_norm), int(inputs.skip_nonfinite), inputs.seed]
         for group in groups:
             settings += _group_words(group)
+        return self._changed(settings)
+
+    def _changed(self, settings: list[int]) -> list[Tensor]:
         changing = settings, self._grads[0]
         if self._changing is None or changing != self._last:
             self._hold(self._changing)
