@@ -92,7 +92,9 @@ def made_test(root: Path, folder: Path, fails: str, wheels: bool = True) -> tupl
     return done.returncode, log.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("fails", ["nothing", "=0 tests", "=0 tests/interpreted", "newest tests/interpreted", "faults.py"])
+@pytest.mark.parametrize(
+    "fails", ["nothing", "=0 tests", "=0 tests/interpreted", "newest tests/interpreted", "faults.py"]
+)
 def test_make_test_runs_every_session_and_fails_with_any(
     fails: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
