@@ -16,7 +16,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """The CPU in the place of a GPU whose stream and capture the test sets."""
     state: dict[str, object] = {"stream": 1, "capturing": False, "pinned": 0}
 
-    def pinned(count: int) -> torch.Tensor:
+    def pinned(count: int, where: torch.device) -> torch.Tensor:
         assert not state["capturing"], "pinned memory is made in a capture"
         state["pinned"] = count
         return torch.empty(count, dtype=torch.int64)

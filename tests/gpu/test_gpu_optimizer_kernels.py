@@ -16,6 +16,11 @@ NATIVE_ALONE = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def order() -> None:
+    """In place of three of the emulator's."""
+
+
 @pytest.fixture(autouse=True)
 def kernels_of_the_gpu(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mirror = gpu.mirror()

@@ -53,8 +53,8 @@ class HostMemory:
         if not devices.is_capturing(self._device):
             self._largest = max(self._largest, len(words))
             if self._slab.numel() - self._used < 4 * self._largest:
-                self._slab, self._used = _pinned(8 * self._largest), 0
-            return _pinned(len(words)).copy_(torch.tensor(words, dtype=torch.int64))
+                self._slab, self._used = _pinned(8 * self._largest, self._device), 0
+            return _pinned(len(words), self._device).copy_(torch.tensor(words, dtype=torch.int64))
         free = self._slab[self._used : self._used + len(words)]
         if free.numel() < len(words):
             raise RuntimeError(
@@ -65,9 +65,9 @@ class HostMemory:
         return free.copy_(torch.tensor(words, dtype=torch.int64))
 
 
-def _pinned(count: int) -> Tensor:
+def _pinned(count: int, device: torch.device) -> Tensor:
     """torch gives such memory out again only when the copies from it are done."""
-    return torch.empty(count, dtype=torch.int64, pin_memory=True)
+    return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 class Words:
