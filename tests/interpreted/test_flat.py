@@ -39,11 +39,12 @@ def stepped(case: Case, inputs: StepInputs) -> tuple[dict[str, torch.Tensor], in
 
 
 @pytest.mark.parametrize("weight", WEIGHTS, ids=WEIGHT_IDS)
-@pytest.mark.parametrize("state", FLOATS, ids=str)
+@pytest.mark.parametrize("state", [FLOAT32, *(pytest.param(s, marks=pytest.mark.newest) for s in FLOATS[1:])], ids=str)
 def test_adam(weight, state):
-    """Every eighth of the awkward rows, and the others of those in the next mode; all groups come by."""
+    """Three of the awkward rows in each mode, others for each kind: the share of a tensor is the optimizers' own."""
+    offset = WEIGHTS.index(weight) + FLOATS.index(state)
     for first, (stochastic, heal) in enumerate([(True, False), (False, True)]):
-        cases = awkward_cases(weight, state)[first::4]
+        cases = awkward_cases(weight, state)[(offset + 4 * first) % 8 :: 8]
         inputs = StepInputs(scale=torch.tensor(1.5), seed=2**32 - 5, stochastic_weight=stochastic, heal=heal)
         expected = run(native_cpu, cases, GROUPS, inputs)
         results = [stepped(case, inputs) for case in cases]
@@ -95,10 +96,10 @@ def test_cast(dst, src, stochastic):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("scale", [None, 3.0])
+@pytest.mark.parametrize("scale", [None, pytest.param(3.0, marks=pytest.mark.newest)])
 def test_sum_of_squares(dtype, scale):
     at = None if scale is None else torch.tensor(scale)
-    for size in [*SIZES, 65536, 131_077]:  # and whole chunks
+    for size in [*SIZES[:3], 65536, 70_001]:  # and whole chunks
         x = awkward(size, dtype, size)
         finite = x.nan_to_num(1.0, 1.0, 1.0) if size != 1027 else x
         assert_same_bits(flat.sum_of_squares(finite, at), native_cpu.grad_stats([finite], at)[0], f"{size}")
