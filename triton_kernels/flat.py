@@ -9,6 +9,7 @@ the optimizers and list operators of halfstep, which take any layout and check m
 
 from __future__ import annotations
 
+import math
 import struct
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -34,7 +35,7 @@ def adam_(
     scale: Tensor | None = None, found_inf: Tensor | None = None, heal: bool = True, stochastic: bool = False,
     seed: int = 0, param_id: int = 0, first_index: int = 0,
 ) -> Tensor:  # fmt: skip
-    """One AdamW step (Adam's, with decoupled=False) of one tensor, in place: one launch.
+    """One AdamW step (Adam's, with decoupled=False) of one tensor, in place: one launch, and one to zero the result.
 
     Moves 28 bytes an element where all is float32; 28 (30 with heal) where param and grad are 16-bit and a master is
     there; 26 with a split one.
@@ -45,7 +46,7 @@ def adam_(
         exp_avg, exp_avg_sq, max_exp_avg_sq: of one dtype, float32, or 16-bit, which round stochastically. The third one
             makes it AMSGrad.
         t: number of this update, from 1. A CUDA graph would keep it: optimizers count on the device.
-        lr, betas, eps, weight_decay, decoupled, maximize: as in torch.optim.AdamW.
+        lr, betas, eps, weight_decay, decoupled, maximize: as in torch.optim.AdamW; numbers of the host.
         master: float32, the wide copy of a 16-bit param; or int16, the remainder of a split bfloat16 one.
         scale: None, or float32 of one element: the loss scale that the gradient still carries.
         found_inf: None, or float32 of one element: if it is > 0 nothing is changed.
@@ -56,8 +57,8 @@ def adam_(
     Returns: 0-d int64 on the device, how many elements healed.
 
     Raises:
-        TypeError: not a tensor, or of a dtype that does not belong there.
-        ValueError: not contiguous, of another size or device, t < 1, no GPU.
+        TypeError: not a tensor, or of a dtype that does not belong there; a tensor or another thing for a number.
+        ValueError: not contiguous, of another size or device, a number out of range, no GPU.
     """
     tensors = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     if max_exp_avg_sq is not None:
@@ -67,21 +68,22 @@ def adam_(
         moments = [tensor.dtype for tensor in list(tensors.values())[2:]]
         raise TypeError(f"exp_avg, exp_avg_sq, max_exp_avg_sq: expected one dtype, got {moments}")
     held = _held(param, master, heal)
-    if t < 1:
-        raise ValueError(f"t={t}: expected the number of this update, from 1")
-    _check_seed(seed)
+    _check_integer(t, "t", 2**63, least=1)
+    _check_integer(seed, "seed", 2**32)
+    _check_integer(param_id, "param_id", 2**32)
+    _check_integer(first_index, "first_index", 2**63 - param.numel())
+    numbers = _checked_numbers(lr, betas, eps, weight_decay)
     healed = torch.zeros((), dtype=torch.int64, device=param.device)
     if not param.numel():
         return healed
-    numbers = struct.unpack("5q", struct.pack("5d", lr, *betas, eps, weight_decay))
     at_random = stochastic and held == NOTHING_WIDER.value and p != 0
     where = [0 if x is None else x.data_ptr() for x in (param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master)]
     with _current(param.device):
         flat_adam_kernel[(triton.cdiv(param.numel(), sizes.SHARE),)](
             *where, param.numel(), _number(scale, "scale", param), _number(found_inf, "found_inf", param), healed,
-            *numbers, 0x80000000 if maximize else 0, t, seed, param_id, first_index, DECOUPLED=decoupled,
-            PARAM_DTYPE=p, GRAD=g, STATE=state, HELD=held, AMSGRAD=max_exp_avg_sq is not None, AT_RANDOM=at_random,
-            **tiles(4, _lanes(param.device)), **EXACT,
+            *struct.unpack("5q", struct.pack("5d", *numbers)), 0x80000000 if maximize else 0, t, seed, param_id,
+            first_index, DECOUPLED=decoupled, PARAM_DTYPE=p, GRAD=g, STATE=state, HELD=held,
+            AMSGRAD=max_exp_avg_sq is not None, AT_RANDOM=at_random, **tiles(4, _lanes(param.device)), **EXACT,
         )  # fmt: skip
     written = (param, exp_avg, exp_avg_sq, max_exp_avg_sq, master)
     increment_version([x for x in written if x is not None])  # what autograd may have saved
@@ -120,7 +122,7 @@ def cast_(dst: Tensor, src: Tensor, *, stochastic: bool = False, seed: int = 0) 
     Raises: TypeError, ValueError: as adam_.
     """
     to, of = _codes({"dst": dst, "src": src})
-    _check_seed(seed)
+    _check_integer(seed, "seed", 2**32)
     if dst.numel():
         with _current(dst.device):
             flat_cast_kernel[(triton.cdiv(dst.numel(), sizes.SHARE),)](
@@ -182,6 +184,8 @@ def _check_place(name: str, tensor: Tensor, first: str, like: Tensor) -> None:
 def _held(param: Tensor, master: Tensor | None, heal: bool) -> int:
     if master is None:
         return NOTHING_WIDER.value
+    if not isinstance(master, Tensor):
+        raise TypeError(f"master: expected a tensor or None, got {type(master).__name__}")
     fits = master.dtype is torch.float32 and param.dtype is not torch.float32
     if not fits and not (master.dtype is torch.int16 and param.dtype is torch.bfloat16):
         raise TypeError(
@@ -194,14 +198,36 @@ def _held(param: Tensor, master: Tensor | None, heal: bool) -> int:
     return CHECKED_MASTER.value if heal else MASTER.value
 
 
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed}: expected an integer from 0 to 2**32 - 1")
+def _check_integer(value: int, name: str, end: int, least: int = 0) -> None:
+    if not isinstance(value, int):  # of a tensor the value would have to be waited for
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if not least <= value < end:
+        raise ValueError(f"{name}={value}: expected an integer from {least} to {end - 1}")
+
+
+def _checked_numbers(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> tuple[float, ...]:
+    """lr, both betas, eps, weight_decay."""
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas={betas!r}: expected two numbers in [0, 1)")
+    numbers = {"lr": lr, "betas[0]": betas[0], "betas[1]": betas[1], "eps": eps, "weight_decay": weight_decay}
+    for name, value in numbers.items():
+        if isinstance(value, Tensor) or not hasattr(type(value), "__float__"):
+            raise TypeError(f"{name}: expected a number of the host, got {type(value).__name__}; pass float({name})")
+        if name.startswith("betas") and not 0 <= value < 1:
+            raise ValueError(f"{name}={value}: expected a number in [0, 1)")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value}: expected a finite number >= 0")
+    return tuple(map(float, numbers.values()))
 
 
 def _number(value: Tensor | None, name: str, like: Tensor) -> Tensor | None:
     if value is None:
         return None
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name}: expected a float32 tensor of one element, got {type(value).__name__}; pass "
+            f"torch.full((), {name}, device={str(like.device)!r})"
+        )
     if value.dtype is not torch.float32 or value.numel() != 1 or value.device != like.device:
         raise ValueError(
             f"{name}: expected one float32 number on {like.device}, got {tuple(value.shape)} of {value.dtype} on "

@@ -64,7 +64,7 @@ def grad_stats_kernel(addresses, numels, firsts, work, scale, sums, DTYPE: tl.co
 
     Args:
         addresses, numels, firsts: int64, of each tensor: where it is, its elements, the number of its first chunk.
-        work: int64 of each program (table.py): which tensor, which of its chunks.
+        work: int64 of each program (ops/triton_tables.py): which tensor, which of its chunks.
         scale: null, or float32 [1]; the elements are multiplied with f32(1 / scale).
         sums: float64 of each chunk.
     """

@@ -173,9 +173,9 @@ class FusedAdam(torch.optim.Optimizer):
         bool) and `healed` (0-d int64) describe the step, on the device. A skipped step changes no bit, not even the
         counters.
 
-        With the CUDA kernels nothing here waits for the device, and a CUDA graph can capture the step. What does wait:
-        parameters on several devices, of which none may update before all are looked at; plain PyTorch in place of
-        kernels; eps, betas, weight_decay or max_grad_norm given as a tensor on a device.
+        With the CUDA or Triton kernels nothing here waits for the device, and a CUDA graph can capture the step. What
+        does wait: parameters on several devices, of which none may update before all are looked at; plain PyTorch in
+        place of kernels; eps, betas, weight_decay or max_grad_norm given as a tensor on a device.
 
         torch.compile(fullgraph=True) takes the whole of it as one operator, which runs this same code when the graph
         runs and reads learning rates and settings then: what the compiled function itself changes of them, or of

@@ -12,8 +12,10 @@ import pkgutil
 import re
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import triton
 from compiled.gpus import AMD_GPUS, occupancy
 from compiled.machine_code import ToolError, binary_tool
@@ -24,6 +26,8 @@ from compiled.triton_launches import TARGETS, recording
 from compiled.triton_modes import launch_all, recorded, traffic
 
 from halfstep import triton_kernels
+from halfstep.ops.triton_gpu import TritonBackend
+from halfstep.triton_kernels import flat
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_INTERPRET is set: nothing is compiled")
 
@@ -92,6 +96,22 @@ def test_a_mode_is_compiled_once_whatever_the_tensors(target: str) -> None:
         for launch in launches:
             forms.setdefault((launch.kernel, launch.mode), set()).add(repr(launch))
     assert {mode: len(of) for mode, of in forms.items() if len(of) > 1} == {}
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_numbers_are_no_constants_wherever_a_tensor_begins(target: str) -> None:
+    """Of the functions on one tensor, and a cast's seed. 1, multiples of 16 and 64 bits are special to Triton."""
+    base, one, zero = torch.ones(99), torch.ones(()), torch.zeros(())
+    with recording(target) as launches, mock.patch.multiple(flat, INTERPRETED=True, _lanes=lambda _: 32):
+        for k, (first, size) in zip((1, 16, 17, 2**32 - 1), ((0, 1), (1, 16), (3, 33), (4, 64)), strict=True):
+            x = base[first : first + size]
+            flat.adam_(x, x, x, x, t=k, lr=1 / k, scale=one, found_inf=zero, seed=k, param_id=k, first_index=k)
+            flat.cast_(x, x, stochastic=True, seed=k)
+            flat.unscale_(x, one, zero)
+            flat.sum_of_squares(x, one)
+            TritonBackend(base.device).cast_([x], [x], stochastic=True, seed=k)
+    found = [launch.kernel for launch in launches]
+    assert len(found) == len(set(found)) == 6
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from twins import BFLOAT16, FLOAT32, Twins, moved, quiet
 
 import halfstep as hs
 from halfstep.ops import backend, triton_gpu
+from halfstep.ops.optimizer import norm_from
 
 BACKENDS = ["triton"]
 WITHOUT_CUDA_MODULE = (
@@ -164,3 +165,46 @@ def test_a_capture_without_the_call_before_says_so(gpu: Any) -> None:
         replay()
     gpu.synchronize()
     assert_all_same_bits([d.cpu() for d in dst], rounded(src), "of the replay")
+
+
+# ---- one tensor at a time --------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:halfstep. 1 weights were written by someone else:RuntimeWarning")
+@pytest.mark.parametrize("first", [0, 1], ids=["aligned", "not aligned"])
+def test_the_functions_on_one_tensor(gpu: Any, first: int) -> None:
+    """On every device, whichever is current, they leave what the CPU's kernels leave."""
+    from halfstep.triton_kernels import flat  # which imports triton
+
+    (shape,) = gpu.shapes([(20_001,)])
+    values, grad = ordinary(shape, FLOAT32, 1)[first:], ordinary(shape, BFLOAT16, 2)[first:]
+    for device in [gpu.device, *gpu.others]:
+        x, g = moved(ordinary(shape, FLOAT32, 1), device)[first:], moved(ordinary(shape, BFLOAT16, 2), device)[first:]
+        assert_same_step(flat, x, g, values, grad)
+        half, expected = torch.zeros_like(g), torch.zeros_like(grad)
+        flat.cast_(half, x, stochastic=True, seed=7)
+        hs.cast_([expected], [values], rounding="stochastic", seed=7)
+        total, of_host = flat.sum_of_squares(x), hs.l2_norms([values])[1]
+        found = torch.zeros((), device=device)
+        flat.unscale_(half, torch.full((), 3e38, device=device), found)
+        overflow = torch.zeros(1)
+        hs.unscale_([expected], 3e38, overflow)
+        got = [half.cpu(), norm_from(total.cpu()), found.cpu()]
+        assert_all_same_bits(got, [expected, of_host, overflow.reshape(())], str(device))
+
+
+def assert_same_step(flat: Any, x: torch.Tensor, g: torch.Tensor, values: torch.Tensor, grad: torch.Tensor) -> None:
+    """A bfloat16 weight with a float32 master, one element of which somebody else has written."""
+    param = torch.nn.Parameter(values.bfloat16())
+    optimizer = hs.AdamW([param], lr=0.1)
+    tensors = [x.bfloat16(), g, torch.zeros_like(x), torch.zeros_like(x)]
+    master = tensors[0].float()
+    for t in (1, 2):
+        param.grad = grad.clone()
+        healed = flat.adam_(*tensors, t=t, lr=0.1, weight_decay=0.01, master=master)
+        optimizer.step()
+        assert int(healed) == int(optimizer.healed) == t - 1
+        with torch.no_grad():
+            for weight in (param, tensors[0]):
+                weight[3] = 8.0
+    state = optimizer.state[param]
+    expected = [param.detach(), state["exp_avg"], state["exp_avg_sq"], state["master"]]
+    assert_all_same_bits([t.cpu() for t in (tensors[0], *tensors[2:], master)], expected, "a step")

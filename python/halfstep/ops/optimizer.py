@@ -200,8 +200,8 @@ class AdamStep:
         """RuntimeError if the backend reads numbers on the host in a step, which a CUDA graph would keep for ever."""
         if self._backend.name == "reference":
             raise RuntimeError(
-                "plain PyTorch runs the step here and waits for the device, so no CUDA graph can capture it; the CUDA "
-                "kernels can be captured (`halfstep doctor` says why they are not used)"
+                "plain PyTorch runs the step here and waits for the device, so no CUDA graph can capture it; CUDA and "
+                "Triton kernels can be captured (`halfstep doctor` says why they are not used)"
             )
 
     def run(
