@@ -4,15 +4,18 @@
     flat.adam_(weights, grads, exp_avg, exp_avg_sq, t=step, lr=1e-3, weight_decay=0.1, master=master)
 
 Tensors are contiguous, on one GPU; work goes to the current stream there, and nothing waits for it. The same bits as
-the optimizers and list operators of halfstep, which take any layout and check more.
+the optimizers and list operators of halfstep, which take any layout and check more. torch.compile ends its graph before
+a call and begins another behind it.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import triton
@@ -25,9 +28,23 @@ from .launch import EXACT, INTERPRETED, ITEM_SIZES, tiles
 from .update import CHECKED_MASTER, MASTER, NOTHING_WIDER, REMAINDER
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _untraced(function: _Function) -> _Function:
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            from . import untraced
+
+            return untraced.call(function, *args, **options)
+        return function(*args, **options)
+
+    return cast(_Function, call)
 
 
 # ---- what users call -------------------------------------------------------------------------------------------------
+@_untraced
 def adam_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, t: int, lr: float,
     betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, decoupled: bool = True,
@@ -90,6 +107,7 @@ def adam_(
     return healed
 
 
+@_untraced
 def unscale_(grad: Tensor, factor: Tensor, found_inf: Tensor) -> None:
     """grad = round(f32(grad) * factor), in place; found_inf becomes 1 if a value is not finite then, else it stays.
 
@@ -111,6 +129,7 @@ def unscale_(grad: Tensor, factor: Tensor, found_inf: Tensor) -> None:
         increment_version(grad)
 
 
+@_untraced
 def cast_(dst: Tensor, src: Tensor, *, stochastic: bool = False, seed: int = 0) -> None:
     """dst = src, rounded to dst's dtype: to nearest even, or stochastically (Philox key (seed, 0), parameter id 0).
 
@@ -132,6 +151,7 @@ def cast_(dst: Tensor, src: Tensor, *, stochastic: bool = False, seed: int = 0) 
         increment_version(dst)
 
 
+@_untraced
 def sum_of_squares(x: Tensor, scale: Tensor | None = None) -> Tensor:
     """Of x, or of x * f32(1 / scale): 0-d float64 on the device, finite exactly where all elements are.
 

@@ -113,6 +113,29 @@ def test_autograd_hears_of_what_is_written():
     assert [t._version for t in written] == [1, 2, 2]
 
 
+@pytest.mark.newest
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_compiled_function_calls_them_between_graphs():
+    """Or graphs would hold kernels that write where no graph sees it."""
+
+    def step(weights, grads, exp_avg, exp_avg_sq, copy, found):
+        flat.unscale_(grads, found + 0.5, found)
+        flat.adam_(weights, grads, exp_avg, exp_avg_sq, t=1, lr=0.1)
+        flat.cast_(copy, weights)
+        return flat.sum_of_squares(copy) * 2
+
+    runs = []
+    for function in (step, torch.compile(step, backend="eager")):
+        tensors = [*four(), torch.zeros(6, dtype=BFLOAT16), torch.zeros(())]
+        runs.append([function(*tensors), *tensors])
+    for mine, theirs in zip(*runs, strict=True):
+        assert_same_bits(mine, theirs, "compiled")
+    (reason,) = torch._dynamo.utils.counters["graph_break"]  # nothing else ended a graph
+    assert "call them outside of the compiled function" in reason
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="call them outside of the compiled function"):
+        torch.compile(flat.cast_, backend="eager", fullgraph=True)(torch.zeros(6), torch.ones(6))
+
+
 def test_the_readme_calls_them_right(root):
     example = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(encoding="utf-8"), re.DOTALL)[-1]
     weights, master = awkward(300, BFLOAT16, 1), awkward(300, FLOAT32, 1)
