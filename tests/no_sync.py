@@ -81,8 +81,9 @@ def _forbid_methods(patch: pytest.MonkeyPatch, device: str, fail: Callable[[str]
     def is_brought(tensor: Tensor, *args: Any, non_blocking: bool = False, **options: Any) -> bool:
         return is_read(tensor) and not non_blocking and "cpu" in (*args[:1], options.get("device"))
 
-    def is_sent(data: Any, *_: Any, device: Any = None, **__: Any) -> bool:  # from memory that is not pinned
-        return device is not None and not isinstance(data, Tensor)
+    def is_sent(data: Any, *_: Any, device: Any = None, **__: Any) -> bool:
+        # from unpinned memory; the host is "cpu" by name, what stands for a device is a torch.device
+        return device not in (None, "cpu") and not isinstance(data, Tensor)
 
     for name in _READING_METHODS:
         guarded(Tensor, name, is_read)

@@ -38,8 +38,8 @@ WAITS: dict[str, Callable[[], Any]] = {
     "is_nonzero": lambda: torch.is_nonzero(ONE), "equal": lambda: torch.equal(ONE, ONE.clone()),
     "mask": lambda: MASK[MASK], "masked write": lambda: torch.ones(3).index_put_((MASK,), torch.zeros(3)),
     "nonzero": lambda: MASK.nonzero(), "where": lambda: torch.where(MASK), "unique": lambda: ONE.unique(),
-    "allclose": lambda: torch.allclose(ONE, ONE), "torch.tensor": lambda: torch.tensor(1.0, device="cpu"),
-    "as_tensor": lambda: torch.as_tensor(1.0, device="cpu"), "synchronize": lambda: HostCopy(ONE).values(),
+    "allclose": lambda: torch.allclose(ONE, ONE), "torch.tensor": lambda: torch.tensor(1.0, device=ONE.device),
+    "as_tensor": lambda: torch.as_tensor(1.0, device=ONE.device), "synchronize": lambda: HostCopy(ONE).values(),
 }  # fmt: skip
 
 

@@ -85,8 +85,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _nothing_done(self) -> None:
         view = self.view
-        view.grad_norm = torch.tensor(math.nan, dtype=torch.float64)
-        view.skipped, view.healed = torch.tensor(False), torch.tensor(0)
+        view.grad_norm = torch.tensor(math.nan, dtype=torch.float64, device="cpu")
+        view.skipped, view.healed = torch.tensor(False, device="cpu"), torch.tensor(0, device="cpu")
         self.outcome = StepOutcome(view.skipped)  # what reports and scalers read
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .ops import devices
 
-_NOTHING_HEALED, _NOBODY = torch.tensor(0), torch.tensor(-1)
+_NOTHING_HEALED, _NOBODY = torch.tensor(0, device="cpu"), torch.tensor(-1, device="cpu")
 _SMALL = 1024  # bytes
 
 
@@ -120,4 +120,4 @@ def first_of_all(firsts: Sequence[Tensor], places: Sequence[Sequence[int]]) -> T
     if len(firsts) == 1:
         return firsts[0]
     found = [place[int(first)] for first, place in zip(firsts, places, strict=True) if int(first) >= 0]
-    return torch.tensor(min(found, default=-1))
+    return torch.tensor(min(found, default=-1), device="cpu")

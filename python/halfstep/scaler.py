@@ -190,7 +190,7 @@ class LossScaler:
     def _step_foreign(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         if self._enabled and optimizer not in self._unscaled:
             self.unscale_(optimizer)
-        outcome = self._unscaled.get(optimizer) or StepOutcome(torch.tensor(False))
+        outcome = self._unscaled.get(optimizer) or StepOutcome(torch.tensor(False, device="cpu"))
         if outcome.captured:
             raise RuntimeError(
                 f"whether {type(optimizer).__name__} skips a step is decided on the host, which a CUDA graph cannot "

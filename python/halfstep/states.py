@@ -104,7 +104,8 @@ def exported(state: dict[str, Any]) -> dict[str, Any]:
     """The state as torch.optim writes it: `step` as 0-d float32 (float64 past 2**24, where float32 has gaps)."""
     if not isinstance(state, dict) or "step" not in state:
         return state
-    step = torch.as_tensor(state["step"])  # others may have written a number, or one of shape (1,)
+    step = state["step"]  # others may have written a number, or one of shape (1,)
+    step = step if isinstance(step, Tensor) else torch.tensor(step, device="cpu")
     step = step.reshape(()) if step.numel() == 1 else step
     wide = bool((step > _EXACT_IN_FLOAT32).any())
     return {**state, "step": step.to(torch.float64 if wide else torch.float32)}

@@ -41,11 +41,11 @@ def _inverse(scale: Tensor | None) -> float:
 
 
 def _real(value: float) -> Tensor:
-    return torch.scalar_tensor(value, dtype=torch.float64)
+    return torch.scalar_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _whole(value: int) -> Tensor:
-    return torch.scalar_tensor(value, dtype=torch.int64)
+    return torch.scalar_tensor(value, dtype=torch.int64, device="cpu")
 
 
 def _exact(value: Tensor) -> float:
@@ -63,7 +63,7 @@ def grad_stats(grads: Sequence[Tensor], scale: Tensor | None) -> tuple[Tensor, T
 
 
 def sums_of_squares(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    sums = torch.empty(len(tensors), dtype=torch.float64)
+    sums = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
     total = _native().sums_of_squares(*columns(tensors), sums.data_ptr(), len(tensors), torch.get_num_threads(), isa)
     return sums, _real(total)
 
@@ -105,4 +105,4 @@ class AdamPlan(Rows):
             healed = self._plan.update(
                 groups, grad_factor, inputs.seed, inputs.stochastic_weight, inputs.heal, torch.get_num_threads(), isa
             )
-        return StepResult(_real(norm), torch.scalar_tensor(skip, dtype=torch.bool), _whole(healed))
+        return StepResult(_real(norm), torch.scalar_tensor(skip, dtype=torch.bool, device="cpu"), _whole(healed))

@@ -106,8 +106,8 @@ def _apart_in_a_period(a: Tensor, b: Tensor, period: int) -> bool:
 
 
 def _addresses(tensor: Tensor) -> Tensor:
-    offsets = torch.zeros(1, dtype=torch.int64)
+    offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        offsets = (offsets[:, None] + torch.arange(size) * stride).reshape(-1)
+        offsets = (offsets[:, None] + torch.arange(size, device="cpu") * stride).reshape(-1)
     first_byte = offsets * tensor.element_size() + tensor.data_ptr()
-    return (first_byte[:, None] + torch.arange(tensor.element_size())).reshape(-1)
+    return (first_byte[:, None] + torch.arange(tensor.element_size(), device="cpu")).reshape(-1)

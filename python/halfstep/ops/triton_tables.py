@@ -41,7 +41,7 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._slab, self._used, self._largest = torch.empty(0, dtype=torch.int64), 0, 1 << 14
+        self._slab, self._used, self._largest = _on_host([]), 0, 1 << 14
 
     def filled(self, words: list[int]) -> Tensor:
         """The words, int64.
@@ -49,12 +49,12 @@ class HostMemory:
         Raises: RuntimeError in a capture that needs more than calls before it did.
         """
         if devices.is_host(self._device):
-            return torch.tensor(words, dtype=torch.int64)
+            return _on_host(words)
         if not devices.is_capturing(self._device):
             self._largest = max(self._largest, len(words))
             if self._slab.numel() - self._used < 4 * self._largest:
                 self._slab, self._used = _pinned(8 * self._largest, self._device), 0
-            return _pinned(len(words), self._device).copy_(torch.tensor(words, dtype=torch.int64))
+            return _pinned(len(words), self._device).copy_(_on_host(words))
         free = self._slab[self._used : self._used + len(words)]
         if free.numel() < len(words):
             raise RuntimeError(
@@ -62,12 +62,17 @@ class HostMemory:
                 "same calls once before the capture"
             )
         self._used += len(words)
-        return free.copy_(torch.tensor(words, dtype=torch.int64))
+        return free.copy_(_on_host(words))
 
 
+def _on_host(words: list[int]) -> Tensor:
+    return torch.tensor(words, dtype=torch.int64, device="cpu")  # not torch's default device
+
+
+@torch.inference_mode(False)  # a slab that was made in inference mode could not be written outside of it
 def _pinned(count: int, device: torch.device) -> Tensor:
     """torch gives such memory out again only when the copies from it are done."""
-    return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
 
 class Words:

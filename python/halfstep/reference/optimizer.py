@@ -69,7 +69,7 @@ def adam_scalars(group: AdamGroup, t: int) -> AdamScalars:
     sqrt_bias_correction2 = math.sqrt(1.0 - power(beta2, t))
     betas = (beta1, 1.0 - beta1, beta2, 1.0 - beta2)
     exact = (*betas, eps, weight_decay, 1.0 - lr * weight_decay, step_size, sqrt_bias_correction2)
-    return AdamScalars(*torch.tensor(exact, dtype=torch.float64).float().tolist())
+    return AdamScalars(*torch.tensor(exact, dtype=torch.float64, device="cpu").float().tolist())
 
 
 @torch.no_grad()
@@ -97,7 +97,7 @@ def grad_stats(grads: Sequence[Tensor], inv_scale: float | Tensor) -> tuple[Tens
 
 def clip_coefficient(norm: Tensor | float, max_norm: Tensor | float) -> Tensor:
     """min(1, max_norm / (norm + 1e-6)) as a 0-d float64 tensor, as torch.nn.utils.clip_grad_norm_; NaN stays NaN."""
-    norm = torch.as_tensor(norm, dtype=torch.float64)
+    norm = norm.double() if isinstance(norm, Tensor) else torch.tensor(norm, dtype=torch.float64, device="cpu")
     limit = max_norm.to(norm) if isinstance(max_norm, Tensor) else torch.full_like(norm, max_norm)
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 

@@ -72,7 +72,7 @@ def decide(inputs: StepInputs) -> Decision:
     skip |= inputs.skip_nonfinite and inputs.first_bad is not None and int(inputs.first_bad) >= 0
     if inputs.scale is None and inputs.max_norm is None:
         return Decision(norm, None, skip)
-    coefficient = torch.ones((), dtype=torch.float64)
+    coefficient = torch.ones((), dtype=torch.float64, device="cpu")
     if inputs.max_norm is not None:
         coefficient = clip_coefficient(norm, inputs.max_norm)
     scale = 1.0 if inputs.scale is None else inputs.scale.double().cpu()
