@@ -33,9 +33,10 @@ CHOSEN = (
 
 
 TRITON = {"TRITON_INTERPRET": "1"}
-# Interpreted, a step takes about a second: every test, in few of its modes. tests/interpreted has the kernels' own
+# Interpreted, a step takes about a second: few modes of what is about the device. tests/interpreted has the rest
 INTERPRETED = (
-    "a_learning_rate_on_the_device or not kernels and not amsgrad and not states and not dtype1 and not float64 "
+    "a_learning_rate_on_the_device or not kernels and not (gpu_steps and not (cast or under_the or misaligned)) "
+    "and not amsgrad and not states and not dtype1 and not float64 "
     "and not Adam] and not 10- and not (layouts and (plain or transposed or gaps)) "
     "and not ((test_steps or replays_are or step_waits or step_runs or of_a_step) and not split)"
 )
