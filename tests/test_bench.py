@@ -257,7 +257,7 @@ def test_a_table_replaces_the_one_between_its_markers(rows: list[table.Row], tmp
 
 def test_the_hosts_share_is_timed_without_a_gpu(tmp_path: Path) -> None:
     """In a process of its own: from then on Triton launches nothing in it. Each row says what is not in it."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="Triton is not installed")
     options = ["--quick", "--rounds", "1", "--json", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "halfstep", "bench", "host", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

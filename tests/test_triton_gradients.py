@@ -20,7 +20,7 @@ from halfstep.ops.layout import PlainList
 from halfstep.ops.triton_gpu import TritonBackend
 from halfstep.ops.triton_tables import Words
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed")
 CODES = {FLOAT32: 0, BFLOAT16: 1}
 
 

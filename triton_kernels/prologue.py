@@ -31,7 +31,7 @@ from .layout import (
     SKIPPED,
     STEP_COUNTER,
     WEIGHT_DECAY,
-)  # fmt: skip
+)
 
 _IN_FLIGHT = tl.constexpr(16)  # loads that do not wait for each other
 

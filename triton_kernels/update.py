@@ -20,7 +20,7 @@ from .elements import (
     store_half_bits,
     store_words,
     widened,
-)  # fmt: skip
+)
 from .layout import (
     EXP_AVG,
     EXP_AVG_SQ,
@@ -43,7 +43,7 @@ from .layout import (
     R_WEIGHT_DECAY,
     SEED,
     WIDE,
-)  # fmt: skip
+)
 from .philox import STREAM_EXP_AVG, STREAM_EXP_AVG_SQ, STREAM_MAX_EXP_AVG_SQ, STREAM_WEIGHT, random_words
 
 # How a 16-bit weight is held more exactly
