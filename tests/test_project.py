@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -248,3 +249,19 @@ def test_the_readmes_table_is_the_benchs(root: Path) -> None:
     assert (text.count(begin), text.count(end)) == (1, 1)
     shown = text.split(begin)[1].split(end)[0]
     assert shown == table.markdown(table.read(root / "bench" / "results" / "optimizer.jsonl"))
+
+
+def test_tests_of_one_group_run_in_one_process(tmp_path: Path) -> None:
+    """What they share (builds, training runs) is else made once in each."""
+    test = """
+        import os, pytest
+        @pytest.mark.xdist_group("one")
+        @pytest.mark.parametrize("i", range(8))
+        def test_where(i):
+            open(os.environ["PYTEST_XDIST_WORKER"], "w").close()
+    """
+    (tmp_path / "test_group.py").write_text(textwrap.dedent(test), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "test_group.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "8 passed" in done.stdout, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("gw*"))) == 1
