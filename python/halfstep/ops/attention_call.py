@@ -1,0 +1,47 @@
+"""One call of attention as every backend gets it: tensors and settings, checked, with nothing left to decide."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class AttentionCall(NamedTuple):
+    """softmax(scores) v for each segment and head, where scores are q k^T * scale, capped, biased and masked.
+
+    A dense call has B segments of Lq queries and Lk keys. With cu_seqlens_q and cu_seqlens_k, B is 1 and rows
+    cu_seqlens[i] to cu_seqlens[i + 1] of q, and of k and v, are segment i. Head h of q reads head h // (Hq // Hkv).
+
+    Query i is at the place of key i + shift: shift is Lk - Lq of its segment, or 0 if `top_left`. It sees the keys j
+    for which i + shift - left <= j <= i + shift + right; None is no limit.
+
+    Score: x = q k^T * scale; softcap * tanh(x / softcap) if softcap > 0; then + bias - slope * |i + shift - j|.
+    Dropout keeps an entry (i, j) of segment s and head h if its random word is at least round(dropout_p * 2^32): word
+    j % 4 of Philox-4x32-10 with counter (j // 4, i, h, s) and key (seed low, seed high).
+    """
+
+    q: Tensor  # [B, Hq, Lq, Dk], any strides
+    k: Tensor  # [B, Hkv, Lk, Dk]
+    v: Tensor  # [B, Hkv, Lk, Dv]
+    mask: Tensor | None  # bool, [B | 1, Hq | 1, Lq | 1, Lk | 1], True is visible; dense calls only
+    bias: Tensor | None  # any of the float dtypes, sizes as the mask's; dense calls only
+    alibi_slopes: Tensor | None  # float32 [Hq] or [segments, Hq]
+    cu_seqlens_q: Tensor | None  # int32 [segments + 1], on the device of q
+    cu_seqlens_k: Tensor | None
+    seed: Tensor | None  # int64, one element, on the device of q; None without dropout
+    scale: float
+    softcap: float  # 0: none
+    left: int | None
+    right: int | None
+    top_left: bool
+    dropout_p: float  # in [0, 1)
+
+    @property
+    def varlen(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def stat_shape(self) -> tuple[int, int, int]:
+        """Of what is kept for each row: [B, Hq, Lq]."""
+        return self.q.shape[0], self.q.shape[1], self.q.shape[2]
