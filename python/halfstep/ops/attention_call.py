@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -45,3 +47,23 @@ class AttentionCall(NamedTuple):
     def stat_shape(self) -> tuple[int, int, int]:
         """Of what is kept for each row: [B, Hq, Lq]."""
         return self.q.shape[0], self.q.shape[1], self.q.shape[2]
+
+
+def empty_like_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for an output or a gradient: every backend and the fake functions allocate here, so strides agree.
+
+    The first three dimensions lie in the order of `like`'s, so that q = x.transpose(1, 2) gives an output whose
+    transpose(1, 2) is contiguous; contiguous where `like` is expanded. The last dimension is always contiguous: kernels
+    write whole rows.
+
+    Args:
+        like, shape: [B, H, L, *], of four dimensions; the sizes may differ.
+        dtype: None = that of `like`.
+    """
+    steps = like.stride()[:3]
+    order = [0, 1, 2] if 0 in steps else sorted(range(3), key=steps.__getitem__, reverse=True)
+    strides, step = [1, 1, 1, 1], shape[3]
+    for dim in reversed(order):
+        strides[dim] = max(step, 1)
+        step = step * max(shape[dim], 1)
+    return torch.empty_strided(shape, strides, dtype=dtype or like.dtype, device=like.device)
