@@ -19,8 +19,8 @@ class AttentionCall(NamedTuple):
     for which i + shift - left <= j <= i + shift + right; None is no limit.
 
     Score: x = q k^T * scale; softcap * tanh(x / softcap) if softcap > 0; then + bias - slope * |i + shift - j|.
-    Dropout keeps an entry (i, j) of segment s and head h if its random word is at least round(dropout_p * 2^32): word
-    j % 4 of Philox-4x32-10 with counter (j // 4, i, h, s) and key (seed low, seed high).
+    Dropout keeps an entry (i, j) of segment s and head h if its random word is at least `drop_below`: word j % 4 of
+    Philox-4x32-10 with counter (j // 4, i, h, s) and key (seed low, seed high). What is kept is divided by 1 - dropout_p.
     """
 
     q: Tensor  # [B, Hq, Lq, Dk], any strides
@@ -67,3 +67,8 @@ def empty_like_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype | No
         strides[dim] = max(step, 1)
         step = step * max(shape[dim], 1)
     return torch.empty_strided(shape, strides, dtype=dtype or like.dtype, device=like.device)
+
+    @property
+    def drop_below(self) -> int:
+        """dropout_p in units of 2^-32."""
+        return min(round(self.dropout_p * 2**32), 2**32 - 1)
