@@ -48,6 +48,11 @@ class AttentionCall(NamedTuple):
         """Of what is kept for each row: [B, Hq, Lq]."""
         return self.q.shape[0], self.q.shape[1], self.q.shape[2]
 
+    @property
+    def drop_below(self) -> int:
+        """dropout_p in units of 2^-32."""
+        return min(round(self.dropout_p * 2**32), 2**32 - 1)
+
 
 def empty_like_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """Memory for an output or a gradient: every backend and the fake functions allocate here, so strides agree.
@@ -67,8 +72,3 @@ def empty_like_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype | No
         strides[dim] = max(step, 1)
         step = step * max(shape[dim], 1)
     return torch.empty_strided(shape, strides, dtype=dtype or like.dtype, device=like.device)
-
-    @property
-    def drop_below(self) -> int:
-        """dropout_p in units of 2^-32."""
-        return min(round(self.dropout_p * 2**32), 2**32 - 1)
