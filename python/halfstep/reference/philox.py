@@ -9,6 +9,8 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,14 +30,14 @@ def _multiply(multiplier: int, x: Tensor) -> tuple[Tensor, Tensor]:
     return high, low
 
 
-def philox_block(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> Tensor:
+def philox_block(counter: Sequence[Tensor], key: tuple[int, int] | tuple[Tensor, Tensor]) -> Tensor:
     """Four random words for each counter.
 
     Args:
-        counter: four int64 tensors of one shape [n], each holding uint32 values.
-        key: two uint32 values.
+        counter: four int64 tensors, each holding uint32 values, which broadcast to one shape [...].
+        key: two uint32 values; as tensors, int64 with no dimension.
 
-    Returns: int64 [n, 4], each a uint32 value.
+    Returns: int64 [..., 4], each a uint32 value.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -44,7 +46,7 @@ def philox_block(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int,
         high1, low1 = _multiply(MULTIPLIER_1, c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + WEYL_0) & MASK32, (k1 + WEYL_1) & MASK32
-    return torch.stack((c0, c1, c2, c3), dim=1)
+    return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
 def philox_words(
