@@ -20,7 +20,8 @@ class AttentionCall(NamedTuple):
 
     Score: x = q k^T * scale; softcap * tanh(x / softcap) if softcap > 0; then + bias - slope * |i + shift - j|.
     Dropout keeps an entry (i, j) of segment s and head h if its random word is at least `drop_below`: word j % 4 of
-    Philox-4x32-10 with counter (j // 4, i, h, s) and key (seed low, seed high). What is kept is divided by 1 - dropout_p.
+    Philox-4x32-10 with counter (j // 4, i, h, s) and key (seed low, seed high). What is kept is divided by
+    1 - dropout_p.
     """
 
     q: Tensor  # [B, Hq, Lq, Dk], any strides

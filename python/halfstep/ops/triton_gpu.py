@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..reference.step import AdamRow
-from . import devices, native_cpu
+from . import devices, native_cpu, triton_attention
+from .attention_call import AttentionCall
 from .layout import PlainList
 from .native import addresses, codes, make_reader, sizes
 from .results import result
@@ -122,6 +123,14 @@ class TritonBackend:
         with self.current():
             (to, of), numels, _, work = self._table([dst, src], kernels().sizes.SHARE).pieces()
             kernels().accumulate(to, of, numels, work, self.lanes)
+
+    def attention_forward(self, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+        with self.current():
+            return triton_attention.forward(call)
+
+    def attention_backward(self, *arguments: Any) -> triton_attention.Gradients:
+        with self.current():
+            return triton_attention.backward(*arguments)
 
     def AdamPlan(self, rows: Sequence[AdamRow]) -> AdamPlan:  # noqa: N802 (as the other backends' class)
         return AdamPlan(self, rows)

@@ -1,0 +1,102 @@
+"""Attention on Triton's kernels: allocates, brings tensors into a form that the kernels can read, launches."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention_call import AttentionCall, empty_like_order
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+@cache
+def kernels() -> Any:
+    from ..triton_kernels.attention import launch  # here: what needs no GPU does not wait for triton's import
+
+    return launch
+
+
+def forward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, LSE, log_sum), as every backend's attention_forward."""
+    q = call.q
+    out = empty_like_order(q, (*call.stat_shape, call.v.shape[3]))
+    stat = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = torch.empty(call.stat_shape, dtype=stat, device=q.device)
+    log_sum = torch.empty(call.stat_shape if call.bias is not None else (0,), dtype=stat, device=q.device)
+    if call.varlen:  # rows of no segment
+        out.zero_()
+        lse.fill_(-torch.inf)
+    if out.numel():
+        kernels().forward(_operands(call), out, lse, None if call.bias is None else log_sum)
+    return out, lse, log_sum
+
+
+def backward(
+    call: AttentionCall, out: Tensor, lse: Tensor, log_sum: Tensor, d_out: Tensor, d_lse: Tensor | None,
+    needs: tuple[bool, bool, bool, bool],
+) -> Gradients:  # fmt: skip
+    """Gradients of q, k, v and the bias, as every backend's attention_backward."""
+    launch = kernels()
+    inputs = (call.q, call.k, call.v)
+    fresh = torch.zeros_like if call.varlen or not out.numel() or not call.k.numel() else torch.empty_like
+    d_q, d_k, d_v = (
+        fresh(empty_like_order(t, t.shape)) if needed else None for t, needed in zip(inputs, needs, strict=False)
+    )
+    if not out.numel() or not call.k.numel():
+        return d_q, d_k, d_v, torch.zeros_like(call.bias) if call.bias is not None and needs[3] else None
+    a = _operands(call)
+    d_out = launch.movable(d_out)
+    delta = torch.empty_like(lse)
+    launch.delta(a, launch.movable(out), d_out, None if d_lse is None else d_lse.contiguous(), delta)
+    rows = launch.Rows(lse, None if call.bias is None else log_sum, delta)
+    if d_k is not None or d_v is not None:
+        launch.keys(a, d_out, rows, d_k, d_v)
+    if d_q is not None:
+        launch.queries(a, d_out, rows, d_q)
+    d_bias = launch.bias(a, d_out, rows, call.bias) if call.bias is not None and needs[3] else None
+    return d_q, d_k, d_v, d_bias
+
+
+def _operands(call: AttentionCall) -> Any:
+    launch = kernels()
+    q, k, v = (launch.movable(t) for t in (call.q, call.k, call.v))
+    if max(q.shape[2], k.shape[2]) >= launch.LONGEST:
+        raise ValueError(
+            f"attention takes less than 2^29 rows on a GPU, got {q.shape[2]} queries and {k.shape[2]} keys: "
+            "split the call"
+        )
+    segments = q.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.numel() - 1
+    sizes = (segments, q.shape[1], q.shape[2], k.shape[2])
+    rules, is_plain = launch.rules(
+        call.scale, call.softcap, call.left, call.right, call.mask, call.bias, call.alibi_slopes, call.seed,
+        call.drop_below, call.dropout_p, sizes,
+    )  # fmt: skip
+    return launch.Operands(
+        q,
+        k,
+        v,
+        call.cu_seqlens_q,
+        call.cu_seqlens_k,
+        rules,
+        call.top_left,
+        is_plain,
+        _precision(q.dtype),
+        _shared(q.device),
+    )
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Of dot products of float32: what torch's own may have."""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@cache
+def _shared(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    if device.type == "cpu":
+        return 0
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

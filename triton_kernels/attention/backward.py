@@ -1,0 +1,184 @@
+"""Backward in two passes, each of which recomputes the probabilities: dK and dV, then dQ. No atomics: the same bits
+every time.
+
+    P = exp(score - LSE), dP = dO V^T, dS = P * (dP - delta), delta = sum(dO * O) - dLSE
+    dV = P^T dO, dK = dS^T Q * scale, dQ = dS K * scale
+
+A program of the first pass has BLOCK_N keys, and all heads that share them; one of the second has BLOCK_M queries.
+"""
+
+import triton
+import triton.language as tl
+
+from .scores import kept, key_ranges, load_stats, probabilities, query_ranges, score_gradients, scores
+from .segments import dot, load_rows, matrix, number, place, segment_of, stat_row, store_rows
+
+
+@triton.jit
+def delta_kernel(out_ptr, d_out_ptr, d_lse_ptr, delta_ptr, strides, shape, ROWS: tl.constexpr, C: tl.constexpr):
+    """sum(out * d_out) - d_lse of ROWS rows of a head. strides: of out, d_out."""
+    heads, rows = number(shape[0]), number(shape[2])
+    batch, head, block, _ = place(None, rows, heads, 0, ROWS, False)
+    first = block * ROWS
+    out = load_rows(matrix(out_ptr, strides[0], batch, head, 0, rows), first, C.D_V, ROWS, C.WIDTH_V, False, C)
+    d_out = load_rows(matrix(d_out_ptr, strides[1], batch, head, 0, rows), first, C.D_V, ROWS, C.WIDTH_V, False, C)
+    STAT: tl.constexpr = delta_ptr.dtype.element_ty
+    i = first + tl.arange(0, ROWS)
+    stat = (batch.to(tl.int64) * heads + head) * rows + i
+    delta = tl.sum(out.to(STAT) * d_out.to(STAT), 1)
+    if d_lse_ptr is not None:
+        delta -= tl.load(d_lse_ptr + stat, mask=i < rows, other=0)
+    tl.store(delta_ptr + stat, delta, mask=i < rows)
+
+
+# ---- dK, dV ----------------------------------------------------------------------------------------------------------
+@triton.jit
+def _from_queries(
+    d_k, d_v, k, v, q_rows, d_out_rows, lse_ptr, log_sum_ptr, delta_ptr, n, begin, end, at, head, rules,
+    NEED_K: tl.constexpr, NEED_V: tl.constexpr, RANGE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Of one head, queries begin to end - 1. Tiles lie the other way round, [keys, queries], so that P^T and dS^T are
+    first operands as they come."""
+    j = n + tl.arange(0, C.BLOCK_N)
+    for m in range(begin, end, C.BLOCK_M):
+        i = m + tl.arange(0, C.BLOCK_M)
+        q = load_rows(q_rows, m, C.D_K, C.BLOCK_M, C.WIDTH_K, not RANGE, C)
+        row_max, log_sum = load_stats(lse_ptr, log_sum_ptr, i, at.q_length)
+        x, t = scores(dot(k, tl.trans(q), None, C), i[None, :], j[:, None], at, head, rules, RANGE, C)
+        p = probabilities(x, row_max[None, :], log_sum[None, :], rules)
+        d_out = load_rows(d_out_rows, m, C.D_V, C.BLOCK_M, C.WIDTH_V, not RANGE, C)
+        keep, dropped = p, p
+        if rules.seed is not None:
+            keep = tl.trans(kept(i, n, at, head, rules, C.BLOCK_N))
+            dropped = tl.where(keep, p, 0.0)
+        if NEED_V:
+            d_v = dot(dropped, d_out, d_v, C)
+        if NEED_K:
+            d_p = dot(v, tl.trans(d_out), None, C)
+            delta = tl.load(delta_ptr + i, mask=i < at.q_length, other=0)
+            _, d_products = score_gradients(p, d_p, t, delta[None, :], keep, rules)
+            d_k = dot(d_products, q, d_k, C)
+    return d_k, d_v
+
+
+@triton.jit
+def keys_kernel(
+    q_ptr, k_ptr, v_ptr, d_out_ptr, d_k_ptr, d_v_ptr,  # d_k or d_v may be None
+    lse_ptr, log_sum_ptr, delta_ptr, cu_q_ptr, cu_k_ptr,
+    strides,  # of q, k, v, d_out, d_k, d_v
+    shape, rules, C: tl.constexpr,  # as forward_kernel's
+):  # fmt: skip
+    group, segments = number(shape[1]), number(shape[4])
+    index, k_head, block, good = place(
+        cu_k_ptr, number(shape[3]), number(shape[0]) // group, segments, C.BLOCK_N, False
+    )
+    if index >= segments:
+        return
+    at = segment_of(cu_q_ptr, cu_k_ptr, index, shape, good, C)
+    n = block * C.BLOCK_N
+    k_rows = matrix(k_ptr, strides[1], at.batch, k_head, at.k_first, at.k_length)
+    v_rows = matrix(v_ptr, strides[2], at.batch, k_head, at.k_first, at.k_length)
+    k = load_rows(k_rows, n, C.D_K, C.BLOCK_N, C.WIDTH_K, False, C)
+    v = load_rows(v_rows, n, C.D_V, C.BLOCK_N, C.WIDTH_V, False, C)
+    NEED_K: tl.constexpr = d_k_ptr is not None
+    NEED_V: tl.constexpr = d_v_ptr is not None
+    d_k = tl.zeros([C.BLOCK_N, C.WIDTH_K], lse_ptr.dtype.element_ty)
+    d_v = tl.zeros([C.BLOCK_N, C.WIDTH_V], lse_ptr.dtype.element_ty)
+    begin, whole_begin, whole_end, end = query_ranges(n, at, rules, C)
+    for member in range(group):
+        head = k_head * group + member
+        q_rows = matrix(q_ptr, strides[0], at.batch, head, at.q_first, at.q_length)
+        d_out_rows = matrix(d_out_ptr, strides[3], at.batch, head, at.q_first, at.q_length)
+        stat = stat_row(at, head, shape)
+        lse, delta, log_sum = lse_ptr + stat, delta_ptr + stat, log_sum_ptr
+        if log_sum_ptr is not None:
+            log_sum += stat
+        if rules.right is not None:
+            d_k, d_v = _from_queries(
+                d_k, d_v, k, v, q_rows, d_out_rows, lse, log_sum, delta, n, begin, tl.minimum(whole_begin, end), at,
+                head, rules, NEED_K, NEED_V, True, C,
+            )  # fmt: skip
+        d_k, d_v = _from_queries(
+            d_k, d_v, k, v, q_rows, d_out_rows, lse, log_sum, delta, n, whole_begin, whole_end, at, head, rules,
+            NEED_K, NEED_V, False, C,
+        )  # fmt: skip
+        d_k, d_v = _from_queries(
+            d_k, d_v, k, v, q_rows, d_out_rows, lse, log_sum, delta, n, whole_end, end, at, head, rules,
+            NEED_K, NEED_V, True, C,
+        )  # fmt: skip
+    d_k *= rules.scale
+    if rules.seed is not None:
+        d_v *= rules.keep
+    if cu_k_ptr is not None:
+        d_k = tl.where(at.good != 0, d_k, float("nan"))
+        d_v = tl.where(at.good != 0, d_v, float("nan"))
+    if NEED_K:
+        store_rows(matrix(d_k_ptr, strides[4], at.batch, k_head, at.k_first, at.k_length), n, d_k, C.D_K, C)
+    if NEED_V:
+        store_rows(matrix(d_v_ptr, strides[5], at.batch, k_head, at.k_first, at.k_length), n, d_v, C.D_V, C)
+
+
+# ---- dQ --------------------------------------------------------------------------------------------------------------
+@triton.jit
+def _from_keys(
+    d_q, q, d_out, row_max, log_sum, delta, k_rows, v_rows, i, begin, end, at, head, rules, RANGE: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Keys begin to end - 1."""
+    for n in range(begin, end, C.BLOCK_N):
+        k = load_rows(k_rows, n, C.D_K, C.BLOCK_N, C.WIDTH_K, not RANGE, C)
+        j = n + tl.arange(0, C.BLOCK_N)
+        x, t = scores(dot(q, tl.trans(k), None, C), i[:, None], j[None, :], at, head, rules, RANGE, C)
+        p = probabilities(x, row_max[:, None], log_sum[:, None], rules)
+        v = load_rows(v_rows, n, C.D_V, C.BLOCK_N, C.WIDTH_V, not RANGE, C)
+        keep = p
+        if rules.seed is not None:
+            keep = kept(i, n, at, head, rules, C.BLOCK_N)
+        _, d_products = score_gradients(p, dot(d_out, tl.trans(v), None, C), t, delta[:, None], keep, rules)
+        d_q = dot(d_products, k, d_q, C)
+    return d_q
+
+
+@triton.jit
+def queries_kernel(
+    q_ptr, k_ptr, v_ptr, d_out_ptr, d_q_ptr, lse_ptr, log_sum_ptr, delta_ptr, cu_q_ptr, cu_k_ptr,
+    strides,  # of q, k, v, d_out, d_q
+    shape, rules, C: tl.constexpr,  # as forward_kernel's
+):  # fmt: skip
+    heads, group, segments = number(shape[0]), number(shape[1]), number(shape[4])
+    index, head, block, good = place(cu_q_ptr, number(shape[2]), heads, segments, C.BLOCK_M, rules.right is not None)
+    if index >= segments:
+        return
+    at = segment_of(cu_q_ptr, cu_k_ptr, index, shape, good, C)
+    q_rows = matrix(q_ptr, strides[0], at.batch, head, at.q_first, at.q_length)
+    k_rows = matrix(k_ptr, strides[1], at.batch, head // group, at.k_first, at.k_length)
+    v_rows = matrix(v_ptr, strides[2], at.batch, head // group, at.k_first, at.k_length)
+    d_out_rows = matrix(d_out_ptr, strides[3], at.batch, head, at.q_first, at.q_length)
+    first = block * C.BLOCK_M
+    i = first + tl.arange(0, C.BLOCK_M)
+    q = load_rows(q_rows, first, C.D_K, C.BLOCK_M, C.WIDTH_K, False, C)
+    d_out = load_rows(d_out_rows, first, C.D_V, C.BLOCK_M, C.WIDTH_V, False, C)
+    stat = stat_row(at, head, shape)
+    log_sum = log_sum_ptr
+    if log_sum_ptr is not None:
+        log_sum += stat
+    row_max, log_sum = load_stats(lse_ptr + stat, log_sum, i, at.q_length)
+    delta = tl.load(delta_ptr + stat + i, mask=i < at.q_length, other=0)
+    d_q = tl.zeros([C.BLOCK_M, C.WIDTH_K], lse_ptr.dtype.element_ty)
+
+    begin, whole_begin, whole_end, end = key_ranges(first, at, rules, C)
+    if rules.left is not None:
+        d_q = _from_keys(
+            d_q, q, d_out, row_max, log_sum, delta, k_rows, v_rows, i, begin, tl.minimum(whole_begin, end), at, head,
+            rules, True, C,
+        )  # fmt: skip
+    d_q = _from_keys(
+        d_q, q, d_out, row_max, log_sum, delta, k_rows, v_rows, i, whole_begin, whole_end, at, head, rules, False, C
+    )
+    d_q = _from_keys(
+        d_q, q, d_out, row_max, log_sum, delta, k_rows, v_rows, i, whole_end, end, at, head, rules, True, C
+    )
+    d_q *= rules.scale
+    if cu_q_ptr is not None:
+        d_q = tl.where(at.good != 0, d_q, float("nan"))
+    store_rows(matrix(d_q_ptr, strides[4], at.batch, head, at.q_first, at.q_length), first, d_q, C.D_K, C)

@@ -1,0 +1,174 @@
+"""What a score is: scale, cap, slope, bias, masks, dropout; one meaning for every kernel, whichever way its tiles lie.
+
+Queries i and keys j are index tensors that broadcast against each other, [M, 1] and [1, N] or [1, M] and [N, 1].
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .segments import number
+
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+INF = tl.constexpr(float("inf"))
+
+
+class Rules(NamedTuple):
+    """What is None does not exist in the compiled kernel. Integers are `plain` (launch.py)."""
+
+    factor: Any  # scores * factor are in units of log2: scale * log2(e) if PLAIN, log2(e) if not
+    scale: Any
+    softcap: Any
+    left: Any
+    right: Any
+    mask: Any  # uint8
+    mask_strides: Any  # of segment, head, query, key
+    bias: Any
+    bias_strides: Any
+    slopes: Any  # float32
+    slope_strides: Any  # of segment, head
+    seed: Any  # int64
+    threshold: Any  # of random words, its upper and lower half
+    keep: Any  # 1 / (1 - dropout_p)
+
+
+@triton.jit
+def _tanh(x):
+    a = tl.abs(x)
+    e = tl.math.exp2(a * (-2 * LOG2E))
+    far = (1 - e) / (1 + e)
+    # below 0.3 the difference would cancel: Taylor's series, whose next term is 2e-9 of the value
+    s = a * a
+    near = a * (1 - s * (1 / 3 - s * (2 / 15 - s * (17 / 315 - s * (62 / 2835 - s * (1382 / 155925))))))
+    t = tl.where(a < 0.3, near, far)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def scores(products, i, j, at, head, rules, RANGE: tl.constexpr, C: tl.constexpr):
+    """(scores, tanh of the capped ones), -inf where the query does not see the key.
+
+    Args:
+        at: the Segment.
+        RANGE: some j may be out of the range that its i sees.
+    """
+    x, t = products, products
+    if rules.softcap is not None:
+        t = _tanh(x * (rules.scale / rules.softcap))
+        x = t * rules.softcap
+    elif not C.PLAIN:
+        x = x * rules.scale
+    if rules.slopes is not None:
+        slope = tl.load(
+            rules.slopes + number(rules.slope_strides[0]) * at.index + number(rules.slope_strides[1]) * head
+        )
+        x -= slope * tl.abs(i + at.shift - j).to(x.dtype)
+    exists = (i < at.q_length) & (j < at.k_length)
+    if rules.bias is not None:
+        where = rules.bias + _offsets(rules.bias_strides, at.index, head, i, j)
+        x += tl.load(where, mask=exists, other=0).to(x.dtype)
+    if RANGE:
+        seen = j < at.k_length
+        if rules.right is not None:
+            seen = seen & (j <= i + (at.shift + number(rules.right)))
+        if rules.left is not None:
+            seen = seen & (j >= i + (at.shift - number(rules.left)))
+        x = tl.where(seen, x, -INF)
+    if rules.mask is not None:
+        where = rules.mask + _offsets(rules.mask_strides, at.index, head, i, j)
+        x = tl.where(tl.load(where, mask=exists, other=0) != 0, x, -INF)
+    return x, t
+
+
+@triton.jit
+def _offsets(strides, segment, head, i, j):
+    offset = number(strides[0]).to(tl.int64) * segment + number(strides[1]).to(tl.int64) * head
+    return offset + (number(strides[2]).to(tl.int64) * i + number(strides[3]).to(tl.int64) * j)
+
+
+@triton.jit
+def kept(i, n, at, head, rules, BLOCK_N: tl.constexpr):
+    """Which entries [M, BLOCK_N] of queries i [M] and keys n, n + 1, ... dropout keeps; n is a multiple of 4.
+
+    Four neighbours share a call of Philox, whatever the tile.
+    """
+    seed = tl.load(rules.seed)
+    quad = (n // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)[None, :]
+    row = i.to(tl.uint32)[:, None]
+    zero = row * 0 + quad * 0
+    a, b, c, d = tl.philox_impl(
+        zero + quad, zero + row, zero + head.to(tl.uint32), zero + at.index.to(tl.uint32), zero + seed.to(tl.uint32),
+        zero + (seed >> 32).to(tl.uint32),
+    )  # fmt: skip
+    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    threshold = (number(rules.threshold[0]).to(tl.uint32) << 16) | number(rules.threshold[1]).to(tl.uint32)
+    return words >= threshold
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+@triton.jit
+def load_stats(lse_ptr, log_sum_ptr, i, length):
+    """Two numbers of each row i for `probabilities`: (LSE in units of log2, anything), and with a bias (row maximum,
+    log2 of the sum). The first is +inf where nothing is seen and beyond the length: all probabilities are 0.
+
+    An additive mask of dtype.min makes the row's maximum so large that the LSE is that maximum, and nothing is left of
+    the sum; it also may not be multiplied by log2(e) before the maximum is subtracted.
+    """
+    lse = tl.load(lse_ptr + i, mask=i < length, other=INF)
+    lse = tl.where(lse == -INF, INF, lse)
+    if log_sum_ptr is None:
+        return lse * LOG2E, lse
+    else:
+        log_sum = tl.load(log_sum_ptr + i, mask=i < length, other=0)
+        return lse - log_sum, log_sum * LOG2E
+
+
+@triton.jit
+def probabilities(x, row_max, log_sum, rules):
+    if rules.bias is None:
+        return tl.math.exp2(x * rules.factor - row_max)
+    else:
+        return tl.math.exp2((x - row_max) * LOG2E - log_sum)
+
+
+@triton.jit
+def score_gradients(p, d_p, t, delta, keep, rules):
+    """(dS, the gradient of the products up to the scale); keep: see `kept`."""
+    if rules.seed is not None:
+        d_p = tl.where(keep, d_p * rules.keep, 0.0)
+    d_s = p * (d_p - delta)
+    if rules.softcap is not None:
+        return d_s, d_s * (1 - t * t)
+    else:
+        return d_s, d_s
+
+
+# ---- ranges ----------------------------------------------------------------------------------------------------------
+@triton.jit
+def key_ranges(first, at, rules, C: tl.constexpr):
+    """Keys that a block of queries sees: (begin, begin of whole blocks, end of whole blocks, end). In a whole block
+    each query sees each key. Begins, and ends of whole blocks, are multiples of BLOCK_N."""
+    last = tl.minimum(first + C.BLOCK_M, at.q_length) - 1
+    begin, whole_begin, whole_end, end = first * 0, first * 0, at.k_length, at.k_length
+    if rules.left is not None:
+        begin = tl.maximum(first + at.shift - number(rules.left), 0) // C.BLOCK_N * C.BLOCK_N
+        whole_begin = tl.cdiv(tl.maximum(last + at.shift - number(rules.left), 0), C.BLOCK_N) * C.BLOCK_N
+    if rules.right is not None:
+        end = tl.minimum(at.k_length, tl.maximum(last + at.shift + number(rules.right) + 1, 0))
+        whole_end = tl.minimum(at.k_length, tl.maximum(first + at.shift + number(rules.right) + 1, 0))
+    return begin, whole_begin, tl.maximum(whole_end // C.BLOCK_N * C.BLOCK_N, whole_begin), end
+
+
+@triton.jit
+def query_ranges(first, at, rules, C: tl.constexpr):
+    """As key_ranges: the queries that see a block of keys."""
+    last = tl.minimum(first + C.BLOCK_N, at.k_length) - 1
+    begin, whole_begin, whole_end, end = first * 0, first * 0, at.q_length, at.q_length
+    if rules.right is not None:
+        begin = tl.maximum(first - at.shift - number(rules.right), 0) // C.BLOCK_M * C.BLOCK_M
+        whole_begin = tl.cdiv(tl.maximum(last - at.shift - number(rules.right), 0), C.BLOCK_M) * C.BLOCK_M
+    if rules.left is not None:
+        end = tl.minimum(at.q_length, tl.maximum(last - at.shift + number(rules.left) + 1, 0))
+        whole_end = tl.minimum(at.q_length, tl.maximum(first - at.shift + number(rules.left) + 1, 0))
+    return begin, whole_begin, tl.maximum(whole_end // C.BLOCK_M * C.BLOCK_M, whole_begin), end
