@@ -3,7 +3,8 @@
 The allowance for each element is `factor` times the largest error of the naive computation in the call's dtype (2 for
 outputs, 3 for gradients) plus two roundings; the mean error may be 1.5 times the naive one's, plus a rounding. A
 rounding is half an epsilon of the element. Where the terms of an element cancel, so that what is left says nothing
-about how it was rounded, it is an epsilon of the sum of the terms' magnitudes.
+about how it was rounded, it is an epsilon of the sum of the terms' magnitudes. Gradients come from exp(score - lse),
+with lse as it was stored: half an epsilon of lse in each row's terms is added to their rounding.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Judged(NamedTuple):
     truth: dict[str, Tensor | None]
     naive: dict[str, Tensor | None]
     terms: dict[str, Tensor | None]  # the sum of the magnitudes of what is added up
+    lse_terms: dict[str, Tensor | None]  # the same with each row's terms times |lse|
 
 
 def judge(drawn: Drawn, result: dict[str, Tensor | None]) -> None:
@@ -45,19 +47,35 @@ def judge(drawn: Drawn, result: dict[str, Tensor | None]) -> None:
         tensor = like.get(name)
         if tensor is not None:
             assert (got.shape, got.dtype) == (tensor.shape, tensor.dtype), f"{name}: {got.shape}, {got.dtype}"
-        naive, terms = against.naive[name], against.terms[name]
+        naive, terms, lse_terms = against.naive[name], against.terms[name], against.lse_terms[name]
         assert naive is not None
         assert terms is not None
-        _within(name, got, want, naive, terms, _epsilon(name, got, drawn))
+        assert lse_terms is not None
+        rounding = _rounding(name, want, terms, _epsilon(name, got, drawn))
+        if name in GRADIENTS:
+            rounding += torch.finfo(_statistics(drawn.call)).eps / 2 * lse_terms
+        _within(name, got, want, naive, rounding)
 
 
 def judged(drawn: Drawn) -> Judged:
-    statistics = drawn.call.q.dtype if drawn.call.q.dtype.itemsize > 2 else torch.float32
     naive = _computed(drawn, drawn.call.q.dtype)
     # lse and log_sum are float32 and come from float32 scores: what 16 bits would make of them is no excuse.
-    naive |= {name: x for name, x in _computed(drawn, statistics, gradients=False).items() if name != "out"}
+    naive |= {
+        name: x for name, x in _computed(drawn, _statistics(drawn.call), gradients=False).items() if name != "out"
+    }
     truth = _computed(drawn, torch.float64)
-    return Judged(truth, naive, _terms(drawn, truth))
+    lse, log_sum = truth["lse"], truth["log_sum"]
+    assert lse is not None
+    weight = _finite(lse).abs()
+    if log_sum is not None:  # beyond 2^23 lse is the maximum alone, and exact as that
+        weight = torch.where(weight < 2**23, weight, log_sum)
+    ones = torch.ones_like(weight)
+    return Judged(truth, naive, _terms(drawn, truth, ones), _terms(drawn, truth, weight))
+
+
+def _statistics(call: AttentionCall) -> torch.dtype:
+    """Of lse and log_sum."""
+    return torch.promote_types(call.q.dtype, torch.float32)
 
 
 def _computed(drawn: Drawn, dtype: torch.dtype, gradients: bool = True) -> dict[str, Tensor | None]:
@@ -90,8 +108,8 @@ def _wider(given: torch.dtype, computed: torch.dtype) -> torch.dtype:
     return torch.float64 if computed == torch.float64 else given
 
 
-def _terms(drawn: Drawn, truth: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """The formulas of the backward pass with every term's magnitude in place of the term."""
+def _terms(drawn: Drawn, truth: dict[str, Tensor | None], weight: Tensor) -> dict[str, Tensor | None]:
+    """The formulas with every term's magnitude in place of the term, each row's times its weight [B, Hq, Lq]."""
     call = drawn.call
     out, lse = truth["out"], truth["lse"]
     assert out is not None
@@ -99,23 +117,38 @@ def _terms(drawn: Drawn, truth: dict[str, Tensor | None]) -> dict[str, Tensor | 
     q, k, v = (x.double().abs() for x in (call.q, call.k, call.v))
     d_out, d_lse = drawn.d_out.double().abs(), torch.zeros_like(lse) if drawn.d_lse is None else drawn.d_lse.double()
     delta = (out.abs() * d_out).sum(3) + d_lse.abs()
-    sums: dict[str, Tensor] = {"out": torch.zeros_like(out)}
+    sums: dict[str, Tensor] = {"out": torch.zeros_like(out), "lse": _finite(lse).abs()}
     sums |= {name: torch.zeros_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     dbias = None
     for span in reference.spans(call):
         part = reference.probabilities(call, span, torch.float64)
+        part = part._replace(P=part.P * weight[:, :, span.q_rows, None])
         kept = part.P if part.keep is None else part.P * part.keep
         rows, keys = span.q_rows, span.k_rows
         v_here, k_here = (reference.for_each_head(x[:, :, keys], call) for x in (v, k))
         dP = d_out[:, :, rows] @ v_here.transpose(2, 3)
         dS = part.P * ((dP if part.keep is None else dP * part.keep) + delta[:, :, rows, None])
         sums["out"][:, :, rows] = kept @ v_here
+        sums["lse"][:, :, rows] += (part.P * _score_terms(call, span, q[:, :, rows] @ k_here.transpose(2, 3))).sum(3)
         sums["dq"][:, :, rows] = abs(call.scale) * dS @ k_here
         sums["dk"][:, :, keys] = _grouped(abs(call.scale) * dS.transpose(2, 3) @ q[:, :, rows], call)
         sums["dv"][:, :, keys] = _grouped(kept.transpose(2, 3) @ d_out[:, :, rows], call)
         dbias = None if call.bias is None else dS.sum_to_size(call.bias.shape)
-    statistics = {name: None if (x := truth[name]) is None else _finite(x).abs() for name in ("lse", "log_sum")}
-    return {**sums, "dbias": dbias, **statistics}
+    return {**sums, "dbias": dbias, "log_sum": None if call.bias is None else sums["lse"]}
+
+
+def _score_terms(call: AttentionCall, span: reference.Span, products: Tensor) -> Tensor:
+    """Of the scores, from |q| |k|^T. An infinite bias is none: its entry counts for nothing."""
+    terms = abs(call.scale) * products
+    if call.softcap:
+        terms = terms.clamp(max=call.softcap)
+    if call.bias is not None:
+        terms = terms + _finite(call.bias.double()).abs()
+    slopes = call.alibi_slopes
+    if slopes is not None:
+        slopes = slopes[span.segments.start : span.segments.stop] if slopes.ndim == 2 else slopes[None]
+        terms = terms + slopes.double()[:, :, None, None] * reference.offsets(call, *terms.shape[2:]).abs()
+    return terms
 
 
 def _grouped(x: Tensor, call: AttentionCall) -> Tensor:
@@ -134,7 +167,13 @@ def _epsilon(name: str, got: Tensor, drawn: Drawn) -> float:
     return max(torch.finfo(got.dtype).eps, torch.finfo(drawn.call.q.dtype).eps)
 
 
-def _within(name: str, got: Tensor, want: Tensor, naive: Tensor, terms: Tensor, epsilon: float) -> None:
+def _rounding(name: str, want: Tensor, terms: Tensor, epsilon: float) -> Tensor:
+    # The statistics are no sums over keys whose terms can cancel, but the scores in them are such sums over dimensions.
+    size = terms if name in ("lse", "log_sum") else _finite(want).abs()
+    return torch.where(size < epsilon * terms, epsilon * terms, epsilon / 2 * size)
+
+
+def _within(name: str, got: Tensor, want: Tensor, naive: Tensor, rounding: Tensor) -> None:
     assert not want.isnan().any(), f"{name}: the reference is NaN"
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     got, naive = got.detach().double(), naive.double()
@@ -145,8 +184,6 @@ def _within(name: str, got: Tensor, want: Tensor, naive: Tensor, terms: Tensor, 
     error, naive_error = ((x.where(~nowhere, 0) - want.where(~nowhere, 0)).abs() for x in (got, naive))
     assert error.isfinite().all(), f"{name}: not finite at {(~error.isfinite()).nonzero()[0].tolist()}"
     assert naive_error.isfinite().all(), f"{name}: the naive computation is not finite, so it allows everything"
-    size = _finite(want).abs()
-    rounding = torch.where(size < epsilon * terms, epsilon * terms, epsilon / 2 * size)
     factor = 2 if name in OUTPUTS else 3
     allowed = factor * naive_error.max() + 2 * rounding
     worst = (error - allowed).argmax()

@@ -56,6 +56,15 @@ def root() -> Path:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For many small computations, which threads would spend waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever opens a connection fails."""
 

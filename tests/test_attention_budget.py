@@ -12,6 +12,8 @@ from attention_case import Case, Drawn
 from attention_cases import CORE
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

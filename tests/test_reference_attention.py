@@ -14,6 +14,8 @@ from halfstep.ops.attention_call import AttentionCall
 from halfstep.reference.attention import attention, dropout_threshold, dropout_words
 from halfstep.reference.philox import philox_block
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # float64 against float64: both sides round a sum of at most 65 terms of size 1, of scores of at most 100
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -45,6 +45,11 @@ class AttentionCall(NamedTuple):
         return self.cu_seqlens_q is not None
 
     @property
+    def shift(self) -> int:
+        """Of a dense call."""
+        return 0 if self.top_left else self.k.shape[2] - self.q.shape[2]
+
+    @property
     def stat_shape(self) -> tuple[int, int, int]:
         """Of what is kept for each row: [B, Hq, Lq]."""
         return self.q.shape[0], self.q.shape[1], self.q.shape[2]
