@@ -10,32 +10,49 @@ A program of the first pass has BLOCK_N keys, and all heads that share them; one
 import triton
 import triton.language as tl
 
-from .scores import kept, key_ranges, load_stats, probabilities, query_ranges, score_gradients, scores
-from .segments import dot, load_rows, matrix, number, place, segment_of, stat_row, store_rows
+from .scores import (
+    kept,
+    key_ranges,
+    load_stats,
+    probabilities,
+    query_ranges,
+    row_stat,
+    score_gradients,
+    scores,
+    stats_of,
+)  # fmt: skip
+from .segments import dot, load_rows, matrix, number, place, segment_of, store_rows
 
 
 @triton.jit
-def delta_kernel(out_ptr, d_out_ptr, d_lse_ptr, delta_ptr, strides, shape, ROWS: tl.constexpr, C: tl.constexpr):
-    """sum(out * d_out) - d_lse of ROWS rows of a head. strides: of out, d_out."""
+def delta_kernel(
+    out_ptr, d_out_ptr, lse_ptr, d_lse_ptr,  # d_lse may be None
+    stats,  # Stats: row_stat and delta are written
+    strides,  # of out, d_out
+    shape, ROWS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """sum(out * d_out) - d_lse, and `row_stat`, of ROWS rows of a head."""
     heads, rows = number(shape[0]), number(shape[2])
     batch, head, block, _ = place(None, rows, heads, 0, ROWS, False)
     first = block * ROWS
     out = load_rows(matrix(out_ptr, strides[0], batch, head, 0, rows), first, C.D_V, ROWS, C.WIDTH_V, False, C)
     d_out = load_rows(matrix(d_out_ptr, strides[1], batch, head, 0, rows), first, C.D_V, ROWS, C.WIDTH_V, False, C)
-    STAT: tl.constexpr = delta_ptr.dtype.element_ty
+    STAT: tl.constexpr = stats.delta.dtype.element_ty
     i = first + tl.arange(0, ROWS)
-    stat = (batch.to(tl.int64) * heads + head) * rows + i
+    where, exists = (batch.to(tl.int64) * heads + head) * rows + i, i < rows
     delta = tl.sum(out.to(STAT) * d_out.to(STAT), 1)
     if d_lse_ptr is not None:
-        delta -= tl.load(d_lse_ptr + stat, mask=i < rows, other=0)
-    tl.store(delta_ptr + stat, delta, mask=i < rows)
+        delta -= tl.load(d_lse_ptr + where, mask=exists, other=0)
+    tl.store(stats.delta + where, delta, mask=exists)
+    stat = row_stat(tl.load(lse_ptr + where, mask=exists, other=0), stats.log_sum, where, exists)
+    tl.store(stats.row_stat + where, stat, mask=exists)
 
 
 # ---- dK, dV ----------------------------------------------------------------------------------------------------------
 @triton.jit
 def _from_queries(
-    d_k, d_v, k, v, q_rows, d_out_rows, lse_ptr, log_sum_ptr, delta_ptr, n, begin, end, at, head, rules,
-    NEED_K: tl.constexpr, NEED_V: tl.constexpr, RANGE: tl.constexpr, C: tl.constexpr,
+    d_k, d_v, k, v, q_rows, d_out_rows, stats, n, begin, end, at, head, rules, NEED_K: tl.constexpr,
+    NEED_V: tl.constexpr, RANGE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Of one head, queries begin to end - 1. Tiles lie the other way round, [keys, queries], so that P^T and dS^T are
     first operands as they come."""
@@ -43,9 +60,9 @@ def _from_queries(
     for m in range(begin, end, C.BLOCK_M):
         i = m + tl.arange(0, C.BLOCK_M)
         q = load_rows(q_rows, m, C.D_K, C.BLOCK_M, C.WIDTH_K, not RANGE, C)
-        row_max, log_sum = load_stats(lse_ptr, log_sum_ptr, i, at.q_length)
+        stat, log_sum, delta = load_stats(stats, i, at.q_length, not RANGE)
         x, t = scores(dot(k, tl.trans(q), None, C), i[None, :], j[:, None], at, head, rules, RANGE, C)
-        p = probabilities(x, row_max[None, :], log_sum[None, :], rules)
+        p = probabilities(x, stat[None, :], log_sum[None, :], rules)
         d_out = load_rows(d_out_rows, m, C.D_V, C.BLOCK_M, C.WIDTH_V, not RANGE, C)
         keep, dropped = p, p
         if rules.seed is not None:
@@ -55,7 +72,6 @@ def _from_queries(
             d_v = dot(dropped, d_out, d_v, C)
         if NEED_K:
             d_p = dot(v, tl.trans(d_out), None, C)
-            delta = tl.load(delta_ptr + i, mask=i < at.q_length, other=0)
             _, d_products = score_gradients(p, d_p, t, delta[None, :], keep, rules)
             d_k = dot(d_products, q, d_k, C)
     return d_k, d_v
@@ -64,7 +80,7 @@ def _from_queries(
 @triton.jit
 def keys_kernel(
     q_ptr, k_ptr, v_ptr, d_out_ptr, d_k_ptr, d_v_ptr,  # d_k or d_v may be None
-    lse_ptr, log_sum_ptr, delta_ptr, cu_q_ptr, cu_k_ptr,
+    stats, cu_q_ptr, cu_k_ptr,  # Stats
     strides,  # of q, k, v, d_out, d_k, d_v
     shape, rules, C: tl.constexpr,  # as forward_kernel's
 ):  # fmt: skip
@@ -82,29 +98,25 @@ def keys_kernel(
     v = load_rows(v_rows, n, C.D_V, C.BLOCK_N, C.WIDTH_V, False, C)
     NEED_K: tl.constexpr = d_k_ptr is not None
     NEED_V: tl.constexpr = d_v_ptr is not None
-    d_k = tl.zeros([C.BLOCK_N, C.WIDTH_K], lse_ptr.dtype.element_ty)
-    d_v = tl.zeros([C.BLOCK_N, C.WIDTH_V], lse_ptr.dtype.element_ty)
+    d_k = tl.zeros([C.BLOCK_N, C.WIDTH_K], stats.delta.dtype.element_ty)
+    d_v = tl.zeros([C.BLOCK_N, C.WIDTH_V], stats.delta.dtype.element_ty)
     begin, whole_begin, whole_end, end = query_ranges(n, at, rules, C)
     for member in range(group):
         head = k_head * group + member
         q_rows = matrix(q_ptr, strides[0], at.batch, head, at.q_first, at.q_length)
         d_out_rows = matrix(d_out_ptr, strides[3], at.batch, head, at.q_first, at.q_length)
-        stat = stat_row(at, head, shape)
-        lse, delta, log_sum = lse_ptr + stat, delta_ptr + stat, log_sum_ptr
-        if log_sum_ptr is not None:
-            log_sum += stat
+        of_head = stats_of(stats, at, head, shape)
         if rules.right is not None:
             d_k, d_v = _from_queries(
-                d_k, d_v, k, v, q_rows, d_out_rows, lse, log_sum, delta, n, begin, tl.minimum(whole_begin, end), at,
-                head, rules, NEED_K, NEED_V, True, C,
+                d_k, d_v, k, v, q_rows, d_out_rows, of_head, n, begin, tl.minimum(whole_begin, end), at, head, rules,
+                NEED_K, NEED_V, True, C,
             )  # fmt: skip
         d_k, d_v = _from_queries(
-            d_k, d_v, k, v, q_rows, d_out_rows, lse, log_sum, delta, n, whole_begin, whole_end, at, head, rules,
-            NEED_K, NEED_V, False, C,
+            d_k, d_v, k, v, q_rows, d_out_rows, of_head, n, whole_begin, whole_end, at, head, rules, NEED_K, NEED_V,
+            False, C,
         )  # fmt: skip
         d_k, d_v = _from_queries(
-            d_k, d_v, k, v, q_rows, d_out_rows, lse, log_sum, delta, n, whole_end, end, at, head, rules,
-            NEED_K, NEED_V, True, C,
+            d_k, d_v, k, v, q_rows, d_out_rows, of_head, n, whole_end, end, at, head, rules, NEED_K, NEED_V, True, C
         )  # fmt: skip
     d_k *= rules.scale
     if rules.seed is not None:
@@ -121,7 +133,7 @@ def keys_kernel(
 # ---- dQ --------------------------------------------------------------------------------------------------------------
 @triton.jit
 def _from_keys(
-    d_q, q, d_out, row_max, log_sum, delta, k_rows, v_rows, i, begin, end, at, head, rules, RANGE: tl.constexpr,
+    d_q, q, d_out, stat, log_sum, delta, k_rows, v_rows, i, begin, end, at, head, rules, RANGE: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
     """Keys begin to end - 1."""
@@ -129,7 +141,7 @@ def _from_keys(
         k = load_rows(k_rows, n, C.D_K, C.BLOCK_N, C.WIDTH_K, not RANGE, C)
         j = n + tl.arange(0, C.BLOCK_N)
         x, t = scores(dot(q, tl.trans(k), None, C), i[:, None], j[None, :], at, head, rules, RANGE, C)
-        p = probabilities(x, row_max[:, None], log_sum[:, None], rules)
+        p = probabilities(x, stat[:, None], log_sum[:, None], rules)
         v = load_rows(v_rows, n, C.D_V, C.BLOCK_N, C.WIDTH_V, not RANGE, C)
         keep = p
         if rules.seed is not None:
@@ -141,7 +153,7 @@ def _from_keys(
 
 @triton.jit
 def queries_kernel(
-    q_ptr, k_ptr, v_ptr, d_out_ptr, d_q_ptr, lse_ptr, log_sum_ptr, delta_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr, d_out_ptr, d_q_ptr, stats, cu_q_ptr, cu_k_ptr,
     strides,  # of q, k, v, d_out, d_q
     shape, rules, C: tl.constexpr,  # as forward_kernel's
 ):  # fmt: skip
@@ -158,26 +170,19 @@ def queries_kernel(
     i = first + tl.arange(0, C.BLOCK_M)
     q = load_rows(q_rows, first, C.D_K, C.BLOCK_M, C.WIDTH_K, False, C)
     d_out = load_rows(d_out_rows, first, C.D_V, C.BLOCK_M, C.WIDTH_V, False, C)
-    stat = stat_row(at, head, shape)
-    log_sum = log_sum_ptr
-    if log_sum_ptr is not None:
-        log_sum += stat
-    row_max, log_sum = load_stats(lse_ptr + stat, log_sum, i, at.q_length)
-    delta = tl.load(delta_ptr + stat + i, mask=i < at.q_length, other=0)
-    d_q = tl.zeros([C.BLOCK_M, C.WIDTH_K], lse_ptr.dtype.element_ty)
+    stat, log_sum, delta = load_stats(stats_of(stats, at, head, shape), i, at.q_length, False)
+    d_q = tl.zeros([C.BLOCK_M, C.WIDTH_K], stats.delta.dtype.element_ty)
 
     begin, whole_begin, whole_end, end = key_ranges(first, at, rules, C)
     if rules.left is not None:
         d_q = _from_keys(
-            d_q, q, d_out, row_max, log_sum, delta, k_rows, v_rows, i, begin, tl.minimum(whole_begin, end), at, head,
+            d_q, q, d_out, stat, log_sum, delta, k_rows, v_rows, i, begin, tl.minimum(whole_begin, end), at, head,
             rules, True, C,
         )  # fmt: skip
     d_q = _from_keys(
-        d_q, q, d_out, row_max, log_sum, delta, k_rows, v_rows, i, whole_begin, whole_end, at, head, rules, False, C
+        d_q, q, d_out, stat, log_sum, delta, k_rows, v_rows, i, whole_begin, whole_end, at, head, rules, False, C
     )
-    d_q = _from_keys(
-        d_q, q, d_out, row_max, log_sum, delta, k_rows, v_rows, i, whole_end, end, at, head, rules, True, C
-    )
+    d_q = _from_keys(d_q, q, d_out, stat, log_sum, delta, k_rows, v_rows, i, whole_end, end, at, head, rules, True, C)
     d_q *= rules.scale
     if cu_q_ptr is not None:
         d_q = tl.where(at.good != 0, d_q, float("nan"))

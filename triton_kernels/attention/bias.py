@@ -7,15 +7,15 @@ tiles, several programs share these, and their sums are added up afterwards, in 
 import triton
 import triton.language as tl
 
-from .scores import kept, load_stats, probabilities, score_gradients, scores
-from .segments import dot, load_rows, matrix, number, segment_of, stat_row
+from .scores import kept, load_stats, probabilities, score_gradients, scores, stats_of
+from .segments import dot, load_rows, matrix, number, segment_of
 
 
 @triton.jit
 def bias_kernel(
     q_ptr, k_ptr, v_ptr, d_out_ptr,
     d_bias_ptr,  # [shares, batches, heads, queries, keys] of the bias; contiguous
-    lse_ptr, log_sum_ptr, delta_ptr,
+    stats,  # Stats
     strides,  # of q, k, v, d_out
     sizes,  # of the bias; shares; how many (batches, heads, tiles of queries, tiles of keys) share an entry
     shape, rules, C: tl.constexpr,  # as forward_kernel's
@@ -28,7 +28,7 @@ def bias_kernel(
     columns, rows = tl.cdiv(keys, C.BLOCK_N), tl.cdiv(queries, C.BLOCK_M)
     column, row = rest % columns, rest // columns % rows
     b_head, b_batch = rest // columns // rows % b_heads, rest // columns // rows // b_heads
-    total = tl.zeros([C.BLOCK_M, C.BLOCK_N], lse_ptr.dtype.element_ty)
+    total = tl.zeros([C.BLOCK_M, C.BLOCK_N], stats.delta.dtype.element_ty)
     repeats = of_batches * of_heads * of_m * of_n
     each = tl.cdiv(repeats, shares)
     for repeat in range(share * each, tl.minimum((share + 1) * each, repeats)):
@@ -46,12 +46,10 @@ def bias_kernel(
         k = load_rows(k_rows, n, C.D_K, C.BLOCK_N, C.WIDTH_K, False, C)
         i, j = first + tl.arange(0, C.BLOCK_M), n + tl.arange(0, C.BLOCK_N)
         x, t = scores(dot(q, tl.trans(k), None, C), i[:, None], j[None, :], at, head, rules, True, C)
-        stat = stat_row(at, head, shape)
-        row_max, log_sum = load_stats(lse_ptr + stat, log_sum_ptr + stat, i, at.q_length)
-        p = probabilities(x, row_max[:, None], log_sum[:, None], rules)
+        stat, log_sum, delta = load_stats(stats_of(stats, at, head, shape), i, at.q_length, False)
+        p = probabilities(x, stat[:, None], log_sum[:, None], rules)
         v = load_rows(v_rows, n, C.D_V, C.BLOCK_N, C.WIDTH_V, False, C)
         d_out = load_rows(d_out_rows, first, C.D_V, C.BLOCK_M, C.WIDTH_V, False, C)
-        delta = tl.load(delta_ptr + stat + i, mask=i < at.q_length, other=0)
         keep = p
         if rules.seed is not None:
             keep = kept(i, n, at, head, rules, C.BLOCK_N)

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import backward as second
 from . import bias as biases
 from . import forward as first
-from .scores import LOG2E, Rules
+from .scores import LOG2E, Rules, Stats
 from .segments import Config
 from .tiles import Tile, tile
 
@@ -109,39 +109,35 @@ def forward(a: Operands, out: Tensor, lse: Tensor, log_sum: Tensor | None) -> No
     )  # fmt: skip
 
 
-def delta(a: Operands, out: Tensor, d_out: Tensor, d_lse: Tensor | None, delta: Tensor) -> None:
+def row_stats(
+    a: Operands, out: Tensor, d_out: Tensor, lse: Tensor, log_sum: Tensor | None, d_lse: Tensor | None
+) -> Stats:
+    """What the other kernels of the backward pass read."""
     size = 32 if INTERPRETED else max(16, 4096 // _width(out.shape[3]))  # rows
-    t = Tile(size, 16, 4, 1)
+    stats, t = Stats(torch.empty_like(lse), log_sum, torch.empty_like(lse)), Tile(size, 16, 4, 1)
     second.delta_kernel[(triton.cdiv(out.shape[2], size) * out.shape[0] * out.shape[1],)](
-        out, d_out, d_lse, delta, rows_of(out, d_out), a.shape, size, a.config(t), **_options(t)
+        out, d_out, lse, d_lse, stats, rows_of(out, d_out), a.shape, size, a.config(t), **_options(t)
     )
+    return stats
 
 
-class Rows(NamedTuple):
-    """What the forward pass left for each row, and delta; [batch, heads, rows], contiguous."""
-
-    lse: Tensor
-    log_sum: Tensor | None
-    delta: Tensor
-
-
-def keys(a: Operands, d_out: Tensor, rows: Rows, d_k: Tensor | None, d_v: Tensor | None) -> None:
+def keys(a: Operands, d_out: Tensor, stats: Stats, d_k: Tensor | None, d_v: Tensor | None) -> None:
     t = a.tile("keys")
     second.keys_kernel[(a.blocks(a.cu_k, a.k, t.block_n),)](
-        a.q, a.k, a.v, d_out, d_k, d_v, *rows, a.cu_q, a.cu_k, rows_of(a.q, a.k, a.v, d_out, d_k, d_v), a.shape,
+        a.q, a.k, a.v, d_out, d_k, d_v, stats, a.cu_q, a.cu_k, rows_of(a.q, a.k, a.v, d_out, d_k, d_v), a.shape,
         a.rules, a.config(t), **_options(t),
     )  # fmt: skip
 
 
-def queries(a: Operands, d_out: Tensor, rows: Rows, d_q: Tensor) -> None:
+def queries(a: Operands, d_out: Tensor, stats: Stats, d_q: Tensor) -> None:
     t = a.tile("queries")
     second.queries_kernel[(a.blocks(a.cu_q, a.q, t.block_m),)](
-        a.q, a.k, a.v, d_out, d_q, *rows, a.cu_q, a.cu_k, rows_of(a.q, a.k, a.v, d_out, d_q), a.shape, a.rules,
+        a.q, a.k, a.v, d_out, d_q, stats, a.cu_q, a.cu_k, rows_of(a.q, a.k, a.v, d_out, d_q), a.shape, a.rules,
         a.config(t), **_options(t),
     )  # fmt: skip
 
 
-def bias(a: Operands, d_out: Tensor, rows: Rows, bias: Tensor) -> Tensor:
+def bias(a: Operands, d_out: Tensor, stats: Stats, bias: Tensor) -> Tensor:
     """The gradient of a bias of 4 sizes, each of them 1 or the scores'."""
     t = a.tile("bias")
     batch, heads, q_length, k_length = a.q.shape[0], a.q.shape[1], a.q.shape[2], a.k.shape[2]
@@ -150,10 +146,10 @@ def bias(a: Operands, d_out: Tensor, rows: Rows, bias: Tensor) -> Tensor:
     shared = (batch // batches, heads // b_heads, tiles_m if queries == 1 else 1, tiles_n if keys == 1 else 1)
     tiles = batches * b_heads * triton.cdiv(queries, t.block_m) * triton.cdiv(keys, t.block_n)
     shares = min(math.prod(shared), triton.cdiv(_PROGRAMS, tiles))
-    dtype = rows.lse.dtype if shares > 1 or INTERPRETED else bias.dtype
+    dtype = stats.delta.dtype if shares > 1 or INTERPRETED else bias.dtype
     d_bias = torch.empty((shares, *bias.shape), dtype=dtype, device=bias.device)
     biases.bias_kernel[(tiles * shares,)](
-        a.q, a.k, a.v, d_out, d_bias, *rows, rows_of(a.q, a.k, a.v, d_out),
+        a.q, a.k, a.v, d_out, d_bias, stats, rows_of(a.q, a.k, a.v, d_out),
         tuple(map(plain, (*bias.shape, shares, *shared))), a.shape, a.rules, a.config(t), **_options(t),
     )  # fmt: skip
     return d_bias.sum(0).to(bias.dtype)

@@ -33,6 +33,14 @@ class Rules(NamedTuple):
     keep: Any  # 1 / (1 - dropout_p)
 
 
+class Stats(NamedTuple):
+    """What the backward pass knows of each row, [batch, heads, rows]; pointers, or numbers of some rows."""
+
+    row_stat: Any
+    log_sum: Any  # None without a bias
+    delta: Any
+
+
 @triton.jit
 def _tanh(x):
     a = tl.abs(x)
@@ -108,28 +116,50 @@ def kept(i, n, at, head, rules, BLOCK_N: tl.constexpr):
 
 # ---- backward --------------------------------------------------------------------------------------------------------
 @triton.jit
-def load_stats(lse_ptr, log_sum_ptr, i, length):
-    """Two numbers of each row i for `probabilities`: (LSE in units of log2, anything), and with a bias (row maximum,
-    log2 of the sum). The first is +inf where nothing is seen and beyond the length: all probabilities are 0.
+def row_stat(lse, log_sum_ptr, where, exists):
+    """One number of each row for `probabilities`, of its LSE: the LSE in units of log2; with a bias the row's maximum.
+    +inf for rows that see nothing, and beyond the last: all their probabilities are 0.
 
     An additive mask of dtype.min makes the row's maximum so large that the LSE is that maximum, and nothing is left of
     the sum; it also may not be multiplied by log2(e) before the maximum is subtracted.
     """
-    lse = tl.load(lse_ptr + i, mask=i < length, other=INF)
     lse = tl.where(lse == -INF, INF, lse)
     if log_sum_ptr is None:
-        return lse * LOG2E, lse
+        return lse * LOG2E
     else:
-        log_sum = tl.load(log_sum_ptr + i, mask=i < length, other=0)
-        return lse - log_sum, log_sum * LOG2E
+        return lse - tl.load(log_sum_ptr + where, mask=exists, other=0)
 
 
 @triton.jit
-def probabilities(x, row_max, log_sum, rules):
-    if rules.bias is None:
-        return tl.math.exp2(x * rules.factor - row_max)
+def stats_of(stats, at, head, shape):
+    """Pointers to those of a head's rows."""
+    first = (at.batch.to(tl.int64) * number(shape[0]) + head) * number(shape[2]) + at.q_first
+    if stats.log_sum is None:
+        return Stats(stats.row_stat + first, None, stats.delta + first)
     else:
-        return tl.math.exp2((x - row_max) * LOG2E - log_sum)
+        return Stats(stats.row_stat + first, stats.log_sum + first, stats.delta + first)
+
+
+@triton.jit
+def load_stats(stats, i, length, ALL: tl.constexpr):
+    """(row stat, log_sum or anything, delta) of rows i; all of them exist if ALL."""
+    if ALL:
+        stat, delta = tl.load(stats.row_stat + i), tl.load(stats.delta + i)
+    else:
+        stat = tl.load(stats.row_stat + i, mask=i < length, other=INF)
+        delta = tl.load(stats.delta + i, mask=i < length, other=0)
+    if stats.log_sum is None:
+        return stat, stat, delta
+    else:
+        return stat, tl.load(stats.log_sum + i, mask=i < length, other=0), delta
+
+
+@triton.jit
+def probabilities(x, stat, log_sum, rules):
+    if rules.bias is None:
+        return tl.math.exp2(x * rules.factor - stat)
+    else:
+        return tl.math.exp2((x - stat - log_sum) * LOG2E)
 
 
 @triton.jit

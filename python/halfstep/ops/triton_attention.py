@@ -50,14 +50,15 @@ def backward(
         return d_q, d_k, d_v, torch.zeros_like(call.bias) if call.bias is not None and needs[3] else None
     a = _operands(call)
     d_out = launch.movable(d_out)
-    delta = torch.empty_like(lse)
-    launch.delta(a, launch.movable(out), d_out, None if d_lse is None else d_lse.contiguous(), delta)
-    rows = launch.Rows(lse, None if call.bias is None else log_sum, delta)
+    stats = launch.row_stats(
+        a, launch.movable(out), d_out, lse, None if call.bias is None else log_sum,
+        None if d_lse is None else d_lse.contiguous(),
+    )  # fmt: skip
     if d_k is not None or d_v is not None:
-        launch.keys(a, d_out, rows, d_k, d_v)
+        launch.keys(a, d_out, stats, d_k, d_v)
     if d_q is not None:
-        launch.queries(a, d_out, rows, d_q)
-    d_bias = launch.bias(a, d_out, rows, call.bias) if call.bias is not None and needs[3] else None
+        launch.queries(a, d_out, stats, d_q)
+    d_bias = launch.bias(a, d_out, stats, call.bias) if call.bias is not None and needs[3] else None
     return d_q, d_k, d_v, d_bias
 
 
