@@ -78,7 +78,7 @@ def forward_kernel(
     divisor = tl.where(nothing, 1.0, total)
     if cu_q_ptr is not None:  # told by NaN: the host does not look at cu_seqlens of a GPU
         divisor = tl.where(at.good != 0, divisor, float("nan"))
-    acc = acc / divisor[:, None]
+    acc *= (1 / divisor)[:, None]
     if rules.seed is not None:
         acc *= rules.keep
     out_rows = matrix(out_ptr, strides[3], at.batch, head, at.q_first, at.q_length)
