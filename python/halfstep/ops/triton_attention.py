@@ -97,7 +97,9 @@ def _precision(dtype: torch.dtype) -> str:
 
 @cache
 def _shared(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have."""
+    """Bytes of shared memory that a program may have; 0 in the interpreter."""
     if device.type == "cpu":
         return 0
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    import triton
+
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
