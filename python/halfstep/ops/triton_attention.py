@@ -102,4 +102,5 @@ def _shared(device: torch.device) -> int:
         return 0
     import triton
 
-    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    driver: Any = triton.runtime.driver.active
+    return driver.utils.get_device_properties(device.index)["max_shared_mem"]
