@@ -11,7 +11,7 @@ from attention_case import Case
 from torch import Tensor
 
 from halfstep.ops.attention_call import AttentionCall
-from halfstep.reference.attention import attention, dropout_threshold, dropout_words
+from halfstep.reference.attention import attention, dropout_words
 from halfstep.reference.philox import philox_block
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -247,8 +247,9 @@ def test_no_places_have_no_words(empty: int) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 0.9])
 def test_how_much_is_kept(p: float) -> None:
+    call = Case("kept", (64, 128), heads=(4, 4), dropout_p=p).draw(torch.float64).call
     words = dropout_words(torch.tensor([7]), range(2), range(4), range(64), range(128))
-    kept = (words >= dropout_threshold(p)).double()
+    kept = (words >= call.drop_below).double()
     # six standard deviations of 65,536 coins
     assert abs(kept.mean() - (1 - p)) <= 6 * math.sqrt(p * (1 - p) / words.numel())
 

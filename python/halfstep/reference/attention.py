@@ -117,13 +117,8 @@ def dropout_factor(call: AttentionCall, span: Span, P: Tensor) -> Tensor | None:
         return None
     _, heads, Lq, Lk = P.shape
     words = dropout_words(call.seed, span.segments, range(heads), range(Lq), range(Lk))
-    keep = words >= dropout_threshold(call.dropout_p)
+    keep = words >= call.drop_below
     return keep.to(P.dtype) / (1 - call.dropout_p)
-
-
-def dropout_threshold(dropout_p: float) -> int:
-    """A word below it is dropped: dropout_p in units of 2^-32."""
-    return round(dropout_p * 2**32)
 
 
 def dropout_words(seed: Tensor, segments: range, heads: range, rows: range, columns: range) -> Tensor:
