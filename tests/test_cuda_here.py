@@ -15,7 +15,7 @@ import torch
 import triton
 
 from halfstep import doctor
-from halfstep.ops import backend, native_cuda, triton_gpu
+from halfstep.ops import attention_torch, backend, native_cuda, triton_gpu
 
 ARCHS = "75-real,80-real,86-real,89-real,90-real,100-real,120"
 KERNELS = (
@@ -88,8 +88,14 @@ class Module:
 
 
 def cuda_choice() -> tuple[str, str]:
-    (choice,) = {devices["cuda"] for devices in backend.report()["operators"].values()}
+    """Of everything but attention, which has no native kernels."""
+    operators = backend.report()["operators"]
+    (choice,) = {devices["cuda"] for name, devices in operators.items() if name != "attention"}
     return choice
+
+
+def attention_choice() -> tuple[str, str]:
+    return backend.report()["operators"]["attention"]["cuda"]
 
 
 def test_kernels_run_where_there_is_code_for_the_device(devices) -> None:
@@ -177,6 +183,34 @@ def test_the_module_comes_first_unless_triton_is_named(devices, triton_starts) -
     assert isinstance(backend.choose(GPU), native_cuda.CudaBackend)
     assert backend.choose(GPU, "triton") is kernels
     assert backend.report()["triton"] == {"installed": True, "used": False, "why": "the native kernels run instead"}
+
+
+def test_attention_takes_triton_whatever_is_built(devices, triton_starts) -> None:
+    devices((9, 0), module=Module())
+    kernels = triton_starts(None)
+    assert backend.choose_attention(GPU) is kernels
+    assert attention_choice() == ("triton", "Triton kernels, compiled at their first use")
+    assert backend.choose_attention(torch.device("cpu")) is attention_torch
+    assert backend.report()["operators"]["attention"]["cpu"][0] == "torch"
+
+
+def test_attention_says_once_why_plain_pytorch_runs(devices, triton_starts, recwarn) -> None:
+    devices((7, 5), module=Module())
+    triton_starts("Triton has no code for this GPU")
+    for _ in range(2):
+        assert backend.choose_attention(GPU) is attention_torch
+    (said,) = [str(warning.message) for warning in recwarn]
+    assert said.startswith("halfstep: Triton has no code for this GPU; plain PyTorch runs on cuda tensors instead")
+    why = "Triton has no code for this GPU; plain PyTorch runs instead, over chunks of queries: many times slower"
+    assert attention_choice() == ("torch", why)
+
+
+def test_attention_without_a_device(devices, monkeypatch) -> None:
+    devices()
+    assert attention_choice() == ("triton", "Triton kernels, compiled at their first use; no device here")
+    monkeypatch.setattr(triton_gpu, "installed", lambda: False)
+    assert attention_choice()[0] == "torch"
+    assert attention_choice()[1].startswith("Triton is not installed (pip install triton); plain PyTorch")
 
 
 def test_both_reasons_are_said_where_neither_runs(devices, triton_starts) -> None:

@@ -34,8 +34,15 @@ def unscaled_first(optimizer: hs.AdamW, scaler: hs.LossScaler) -> None:
     scaler.step(optimizer)
 
 
+def attended(function: Any, *shape: int, **cu_seqlens: torch.Tensor) -> None:
+    q = torch.ones(shape, requires_grad=True)
+    function(q, q, q, **cu_seqlens).sum().backward()
+
+
 STEP = {"AdamPlan": 1, "AdamPlan.set_grads": 1, "AdamPlan.update": 1, "AdamPlan.drop_grads": 1}
 FIRST_PASS = {"AdamPlan.grad_stats": 1}
+BOTH_WAYS = {"attention_forward": 1, "attention_backward": 1}
+ENDS = torch.tensor([0, 3, 5], dtype=torch.int32)
 # What each public function asks of its backend: one multi-tensor call of a kind, however many tensors
 CALLS: dict[str, tuple[Any, dict[str, int]]] = {
     "AdamW, 16-bit": (lambda: hs.AdamW(params(60)).step(), {**STEP, **FIRST_PASS}),
@@ -56,6 +63,11 @@ CALLS: dict[str, tuple[Any, dict[str, int]]] = {
         {"accumulate_": 1},
     ),
     "unscale_": (lambda: hs.unscale_([torch.ones(5) for _ in range(60)], 2.0, torch.zeros(())), {"unscale_": 1}),
+    "attention": (lambda: attended(hs.attention, 2, 2, 3, 8), BOTH_WAYS),
+    "attention_varlen": (
+        lambda: attended(hs.attention_varlen, 5, 2, 8, cu_seqlens_q=ENDS, cu_seqlens_k=ENDS),
+        BOTH_WAYS,
+    ),
     "clip_grad_norm_": (lambda: hs.clip_grad_norm_(params(60), 1.0), {"grad_stats": 1, "unscale_": 1}),
     "clip_grad_norm_, below": (lambda: hs.clip_grad_norm_(params(), 1e6), {"grad_stats": 1}),
 }
@@ -97,6 +109,15 @@ def test_nothing_native_runs_beside_it(monkeypatch):
         for call, _ in CALLS.values():
             call()
         scaled_step(unscaled_first)
+
+
+def test_a_backend_with_attention_of_its_own_is_asked():
+    """One without it counts torch's, so that nothing goes by unseen."""
+    own = types.SimpleNamespace(name="own", attention_forward=lambda call: (call.q * 2, call.q[..., 0], call.q[:0]))
+    q = torch.ones(2, 2, 3, 8)
+    with backend.override(own) as counts:
+        assert torch.equal(hs.attention(q, q, q), q * 2)
+    assert counts == {"attention_forward": 1}
 
 
 def test_one_table_for_many_steps_and_another_for_another_backend():

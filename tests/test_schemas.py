@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adversarial import BFLOAT16, FLOAT32, ordinary
+from attention_cases import CASES
 from compile_twins import two_groups
 from optimizer_runs import params_of
 from torch import Tensor
@@ -62,6 +63,21 @@ def step_arguments() -> tuple[Any, ...]:
     return params, grads, [STEPPED.param_groups[1]["lr"]], [1, 2, 3, 4, 5], [1], STEPPED.view.name
 
 
+def attention_arguments(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of one of the cases of attention, differentiable in q, k, v and bias."""
+    (drawn,) = [case.draw(FLOAT32) for case in CASES if case.name == name]
+    fields = drawn.call._asdict()
+    for field in ("q", "k", "v", "bias"):
+        if fields[field] is not None:
+            fields[field] = fields[field].detach().requires_grad_()
+    return tuple(fields.values()), {}
+
+
+def attention_backward_arguments(name: str, needs: list[bool]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    (drawn,) = [case.draw(FLOAT32) for case in CASES if case.name == name]
+    return (drawn.d_out, drawn.d_lse, *OPS.attention(*drawn.call), needs, *drawn.call), {}
+
+
 SAMPLES: dict[str, tuple[Callable, Callable[[], tuple[tuple, dict[str, Any]]]]] = {
     "grad_stats": (OPS.grad_stats.default, lambda: ((lists()[0], None), {})),
     "grad_stats, scaled": (OPS.grad_stats.default, lambda: ((lists()[1], torch.tensor(8.0)), {})),
@@ -73,6 +89,22 @@ SAMPLES: dict[str, tuple[Callable, Callable[[], tuple[tuple, dict[str, Any]]]]] 
     "cast_": (OPS.cast_.default, lambda: (lists(), {})),
     "cast_, stochastic": (OPS.cast_.default, lambda: (lists(), {"stochastic": True, "seed": 3})),
     "accumulate_": (OPS.accumulate_.default, lambda: ((floats(), lists()[1]), {})),
+    **{
+        f"attention, {name}": (OPS.attention.default, lambda name=name: attention_arguments(name))
+        for name in ("mask in full", "dropout, bias and mask", "transposed, grouped heads and bias", "varlen, dropout",
+                     "varlen, packed", "no keys")
+    },
+    **{
+        f"attention_backward, {name}": (
+            OPS.attention_backward.default,
+            lambda name=name, needs=needs: attention_backward_arguments(name, needs),
+        )
+        for name, needs in {
+            "bias and causal, fewer queries": [True] * 4,
+            "transposed, grouped heads and bias": [False, True, False, True],
+            "varlen, transposed": [True, False, True, False],
+        }.items()
+    },
     "step_": (OPS.step_.default, lambda: (step_arguments(), {})),
     "adam_": (OPS.adam_.default, lambda: ((), adam_arguments(weights(), skip_nonfinite=True))),
     "adam_, all options": (

@@ -1,6 +1,7 @@
 """halfstep: the memory- and time-hungry half of a mixed-precision training step. `import halfstep as hs`."""
 
 from ._version import __version__
+from .attention import attention, attention_varlen
 from .cast import accumulate_, cast_
 from .gradients import clip_grad_norm_, grad_stats, l2_norms, unscale_
 from .optim import Adam, AdamW
@@ -12,6 +13,8 @@ __all__ = [
     "LossScaler",
     "__version__",
     "accumulate_",
+    "attention",
+    "attention_varlen",
     "cast_",
     "clip_grad_norm_",
     "grad_stats",

@@ -1,4 +1,6 @@
-"""Which backend runs an operator: native if built, else Triton, else the plain-PyTorch reference, by device.
+"""Which backend runs an operator, by device: native if built, else Triton, else the plain-PyTorch reference.
+
+Attention has no native kernels: Triton on GPUs, else plain PyTorch.
 
 The one place that decides, and the one place a test can redirect (`override`).
 """
@@ -16,10 +18,12 @@ from typing import Any
 
 import torch
 
-from . import native_cpu, native_cuda, reference_torch, triton_gpu
+from . import attention_torch, native_cpu, native_cuda, reference_torch, triton_gpu
 
 NAMES = ("native", "triton", "reference")
 OPERATORS = ("grad_stats", "adam_", "unscale_", "cast_", "clip_grad_norm_", "l2_norms", "accumulate_")
+
+_ATTENTION_ON_CPU = "torch's matrix products over chunks of queries, float32 inside: memory linear in the length"
 
 # None, or what stands in for every backend: see `override`.
 _override: Any = None
@@ -75,6 +79,19 @@ def choose(device: torch.device, forced: str | None = None) -> Any:
     raise RuntimeError(
         f"backend={forced!r} cannot run on {device.type} tensors: {why_not}; leave backend=None to use what is there"
     )
+
+
+def choose_attention(device: torch.device) -> Any:
+    """What has attention_forward and attention_backward for tensors on `device`."""
+    if _override is not None:
+        return _override.with_attention()
+    if device.type == "cpu":
+        return attention_torch
+    chosen, why_not = _triton_for(device)
+    if chosen is None:
+        _say_once(device.type, why_not)
+        return attention_torch
+    return chosen
 
 
 def _triton_for(device: torch.device) -> tuple[Any, str | None]:
@@ -142,6 +159,10 @@ class _Counting:
         self._target, self._counts, self._prefix = target, counts, prefix
         self.name = getattr(target, "name", "override")
 
+    def with_attention(self) -> _Counting:
+        """Itself, or plain PyTorch's attention where the target has none."""
+        return self if hasattr(self._target, "attention_forward") else _Counting(attention_torch, self._counts)
+
     def __getattr__(self, attribute: str) -> Any:
         found = getattr(self._target, attribute)
         if not callable(found):
@@ -178,7 +199,10 @@ def report() -> dict[str, Any]:
         },
         "native_cuda": _cuda_report(),
         "triton": _triton_report(),
-        "operators": {name: {"cpu": cpu, "cuda": _cuda_choice()} for name in OPERATORS},
+        "operators": {
+            **{name: {"cpu": cpu, "cuda": _cuda_choice()} for name in OPERATORS},
+            "attention": {"cpu": ("torch", _ATTENTION_ON_CPU), "cuda": _cuda_attention()},
+        },
     }
 
 
@@ -221,3 +245,14 @@ def _cuda_choice() -> tuple[str, str]:
     if no_triton is None:
         return "triton", f"Triton kernels, compiled at their first use: the same results{without}. {why_not}"
     return "reference", f"{why_not}; {no_triton}; plain PyTorch runs instead: the same results, many times slower"
+
+
+def _cuda_attention() -> tuple[str, str]:
+    """The same for attention."""
+    here = torch.cuda.is_available()
+    why_not = triton_gpu.why_not(torch.device("cuda", 0)) if here else None
+    if not here and not triton_gpu.installed():
+        why_not = triton_gpu.NOT_INSTALLED
+    if why_not is None:
+        return "triton", f"Triton kernels, compiled at their first use{'' if here else '; no device here'}"
+    return "torch", f"{why_not}; plain PyTorch runs instead, over chunks of queries: many times slower"
