@@ -117,6 +117,23 @@ def test_segments():
     assert graphs() <= 3  # total, segments
 
 
+def test_rows_whose_number_depends_on_data():
+    """Padding is dropped inside the graph."""
+
+    def unpadded(x: Tensor, kept: Tensor) -> Tensor:
+        rows = x[kept]
+        ends = torch.nn.functional.pad(kept.sum()[None], (1, 0))
+        return hs.attention_varlen(rows, rows, rows, ends, ends, causal=True)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(unpadded, fullgraph=True, backend="aot_eager")
+        for period in (2, 3, 5):
+            x, kept = drawn((10, 4, 16), FLOAT32, 1).requires_grad_(), torch.arange(10) % period != 0
+            got, expected = (results(lambda x, call=call: call(x, kept), [x]) for call in (compiled, unpadded))  # noqa: B023
+            assert_all_same_bits(got, expected, str(period))
+    assert graphs() == 1
+
+
 def test_wrong_segments_are_refused_when_the_graph_runs():
     compiled = torch.compile(hs.attention_varlen, fullgraph=True, backend="aot_eager")
     (q, k, v), ends = packed_rows(grad=False)

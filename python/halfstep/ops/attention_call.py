@@ -75,6 +75,6 @@ def empty_like_order(like: Tensor, shape: Sequence[int], dtype: torch.dtype | No
     order = [0, 1, 2] if 0 in steps else sorted(range(3), key=steps.__getitem__, reverse=True)
     strides, step = [1, 1, 1, 1], shape[3]
     for dim in reversed(order):
-        strides[dim] = max(step, 1)
-        step = step * max(shape[dim], 1)
+        strides[dim] = step  # not max(step, 1): a graph's length that depends on data cannot be compared
+        step = step * shape[dim]
     return torch.empty_strided(shape, strides, dtype=dtype or like.dtype, device=like.device)
