@@ -13,6 +13,7 @@ from attention_case import Case, Drawn
 from attention_cases import CASES, CORE
 from torch import Tensor
 
+import halfstep as hs
 from halfstep.ops import attention_cpu, attention_tiles, attention_torch
 from halfstep.ops.attention_call import empty_like_order
 from halfstep.reference.attention import attention
@@ -252,3 +253,43 @@ def test_offsets_beyond_2_to_the_31(tiles: str, request: pytest.FixtureRequest) 
     for name, got in computed(moved).items():
         want = near[name]
         assert (got is None and want is None) or torch.equal(got, want)  # type: ignore[arg-type]
+
+
+# ---- the public functions --------------------------------------------------------------------------------------------
+PUBLIC = {
+    "plain": {},
+    "causal": {"causal": True},
+    "causal, top left": {"causal": "top-left"},
+    "window and softcap": {"window": (2, 1), "softcap": 1.5},
+    "ALiBi": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "mask": {"mask": torch.arange(6) % 3 > 0},
+    "dropout": {"dropout_p": 0.4, "seed": 3},
+}
+
+
+@pytest.mark.parametrize("settings", PUBLIC.values(), ids=PUBLIC.keys())
+def test_derivatives_of_the_public_function(settings: dict) -> None:
+    """Against differences along a random direction; without bias and lse it may be torch's fused kernel."""
+    shapes = [(2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8), (1, 4, 5, 6)]
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+
+    def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, bias = tensors
+        out, lse = hs.attention(q, k, v, bias=bias, return_lse=True, **settings)
+        return out, lse
+
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda q, k, v: hs.attention(q, k, v, **settings), inputs[:3], fast_mode=True)
+
+
+def test_derivatives_of_the_public_function_on_segments() -> None:
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(7, 4, 8), (9, 2, 8), (9, 2, 8)]
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    q_ends, k_ends = torch.tensor([0, 3, 3, 7]), torch.tensor([0, 4, 6, 9])
+
+    def function(*tensors: Tensor) -> Tensor:
+        return hs.attention_varlen(*tensors, q_ends, k_ends, causal=True, softcap=2.0, dropout_p=0.2, seed=5)
+
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)

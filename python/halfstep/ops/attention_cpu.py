@@ -12,8 +12,8 @@ from torch import Tensor
 from .attention_call import AttentionCall
 from .devices import is_host
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def expresses(call: AttentionCall) -> bool:
@@ -52,5 +52,6 @@ def _causal(call: AttentionCall) -> bool:
 
 def _readable(x: Tensor) -> Tensor:
     """In float32 at least, with a last dimension that is contiguous."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if x.dtype.itemsize == 2:
+        x = x.float()
     return x if x.stride(3) == 1 else x.contiguous()

@@ -30,6 +30,9 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """out [B, Hq, Lq, Dv], lse [B, Hq, Lq]; log_sum like lse where there is a bias, else empty."""
+    if not call.varlen and attention_cpu.expresses(call):
+        out, lse = attention_cpu.attention_forward(call)
+        return _ordered(out, call.q), lse.contiguous(), lse.new_empty(0)
     out = empty_like_order(call.q, (*call.stat_shape, call.v.shape[3]))
     lse = torch.empty(call.stat_shape, dtype=wide(call.q), device=call.q.device)
     log_sum = torch.empty_like(lse) if call.bias is not None else lse.new_empty(0)
@@ -58,6 +61,10 @@ def attention_backward(
 ) -> Gradients:
     """Gradients for q, k, v and the bias, each None if it is not needed."""
     inputs = (call.q, call.k, call.v)
+    if not call.varlen and d_lse is None and attention_cpu.expresses(call):
+        computed = zip(attention_cpu.attention_backward(call, out, lse, d_out), inputs, needs, strict=False)
+        dq, dk, dv = (_ordered(x, like) if need else None for x, like, need in computed)
+        return dq, dk, dv, None
     dq, dk, dv = (empty_like_order(x, x.shape) if need else None for x, need in zip(inputs, needs, strict=False))
     for gradient in (dq, dk, dv):
         if gradient is not None and call.varlen:
@@ -78,6 +85,12 @@ def attention_backward(
             given = _Given(out[rows], lse[rows], kept, d_out[rows], None if d_lse is None else d_lse[rows])
             _backward_part(part, given, (*results, dbias))
     return dq, dk, dv, dbias if call.bias is None or dbias is None else dbias.to(call.bias.dtype)
+
+
+def _ordered(x: Tensor, like: Tensor) -> Tensor:
+    """x in the memory order and dtype of `like`; itself if it is so already."""
+    made = empty_like_order(like, x.shape)
+    return x if (x.dtype, x.stride()) == (made.dtype, made.stride()) else made.copy_(x)
 
 
 class _Given(NamedTuple):
