@@ -4,6 +4,7 @@
     python examples/train_gpt.py                                # bfloat16 weights, float32 masters, about 3 minutes
     python examples/train_gpt.py --precision fp16               # float16 and a dynamic loss scale
     python examples/train_gpt.py --optimizer torch              # the same, by hand around torch.optim.AdamW
+    python examples/train_gpt.py --attention sdpa               # torch's attention in place of hs.attention
     python examples/train_gpt.py --preset medium --checkpoint-every 100        # interrupted? add --resume
 
 `train_step` is the part to copy. Model, text, optimizer set-up, checkpoints and report are in gpt/ beside this file.
@@ -147,6 +148,7 @@ def main(
     init_scale: Annotated[float, typer.Option(min=1, help="First loss scale of fp16.")] = Config.init_scale,
     growth_interval: Annotated[int, typer.Option(min=1, help="Updates before it grows.")] = Config.growth_interval,
     matmul: Annotated[Literal["auto", "native", "upcast"], typer.Option(help="16-bit products.")] = "auto",
+    attention: Annotated[Literal["halfstep", "sdpa"], typer.Option(help="Whose: hs.attention, or torch's.")] = "sdpa",
     device: Annotated[str, typer.Option(help="As torch names it; auto: cuda if there is one.")] = "auto",
     validation: Annotated[int, typer.Option(min=1, help="Bytes of validation text to look at.")] = 32_768,
     out: Annotated[Path, typer.Option(help="Folder for the picture and the checkpoint.")] = Path("runs/gpt"),
@@ -170,6 +172,7 @@ def main(
             init_scale=init_scale,
             growth_interval=growth_interval,
             matmul=matmul,
+            attention=attention,
             device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
         )
         saved = out / "checkpoint.pt"
@@ -184,6 +187,8 @@ def main(
     console.print(f"to beat    bigram {baselines['bigram']:.3f}, trigram {baselines['trigram']:.3f} nats per byte")
     console.print(f"model      {run.parameters:,} parameters, {precision} on {config.device}, {optimizer}")
     console.print(f"matmul     {run.matmul.kind}: {run.matmul.reason}", soft_wrap=True)
+    whose = {"halfstep": "hs.attention", "sdpa": "torch's scaled_dot_product_attention"}[run.matmul.attends]
+    console.print(f"attention  {whose}", soft_wrap=True)
 
     train(run, text, windows, console, saved, checkpoint_every)
     run.save(saved)

@@ -67,11 +67,12 @@ def test_the_trainers_are_there_wherever_their_tests_run(pyproject: dict[str, An
     assert trainers == {name: [">="] for name in ("accelerate", "lightning", "transformers")}
     importing = {path.name for path in (root / "tests").glob("test_*.py") if imports_any(path, {*trainers})}
     assert importing
-    assert importing == {path.name for path in (root / "tests").glob("test_trainer_*.py")}
+    kinds = ("test_trainer_*.py", "test_integration_*.py")
+    assert importing == {path.name for kind in kinds for path in (root / "tests").glob(kind)}
     assert "--editable '.[test]'" in (root / "Makefile").read_text(encoding="utf-8")
     assert everything_in("test", extras) > {*trainers, "pytest"}
     versions = (root / "tests" / "versions.py").read_text(encoding="utf-8")
-    assert '"test_trainer_*.py"' in versions
+    assert all(f'"{kind}"' in versions for kind in kinds)
     assert "[test-core]" in versions
     assert not everything_in("test-core", extras) & {*trainers}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from example_runs import Run, command, data, real_load, tiny, train_gpt, trained
+from gpt import matmul
 from matplotlib import image
 from typer.testing import CliRunner
 
@@ -34,6 +35,22 @@ def test_every_precision_trains_with_both_optimizers(precision: str, optimizer: 
     assert not any(torch.equal(p, old) for p, old in zip(weights, before, strict=True) if p.ndim > 1)
     assert len(run.history.losses) == run.config.steps
     assert run.history.losses[-1] < run.history.losses[0]
+
+
+@pytest.mark.parametrize(("attention", "named"), [("halfstep", "hs.attention"), ("sdpa", "torch's scaled_dot_product")])
+def test_the_attention_is_the_one_asked_for(
+    attention: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[bool] = []
+    ours = matmul.hs.attention
+    monkeypatch.setattr(
+        matmul.hs, "attention", lambda *qkv, causal: (calls.append(causal), ours(*qkv, causal=causal))[1]
+    )
+    metrics, output = command(tmp_path, "--steps", "2", "--compare-steps", "1", "--attention", attention)
+    assert metrics["attention"] == metrics["config"]["attention"] == attention
+    assert f"attention  {named}" in output
+    assert calls == [True] * len(calls)
+    assert bool(calls) == (attention == "halfstep")
 
 
 def test_autocast_multiplies_in_16_bits() -> None:

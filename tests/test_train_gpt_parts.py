@@ -107,11 +107,24 @@ def test_under_autocast_the_upcast_linear_has_autocasts_dtypes(monkeypatch: pyte
     assert torch.equal(ours, F.linear(*operands).float().bfloat16())
 
 
+@pytest.mark.parametrize("way", [UPCAST, Matmul("upcast", "", "halfstep")], ids=lambda way: way.attends)
 @pytest.mark.parametrize("dtype", NARROW)
-def test_upcast_attention_rounds_once(dtype: torch.dtype) -> None:
+def test_attention_rounds_once(dtype: torch.dtype, way: Matmul) -> None:
     q, k, v = torch.randn(3, 2, 2, 9, 8).to(dtype)
-    out = UPCAST.attention(q, k, v)
+    out = way.attention(q, k, v)
     assert torch.equal(out, F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True).to(dtype))
+
+
+def test_halfsteps_attention_gets_the_operands_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It converts them to what it computes in: a copy made before would be for nothing."""
+    given: list[Tensor] = []
+    attention = matmul.hs.attention
+    monkeypatch.setattr(
+        matmul.hs, "attention", lambda *qkv, causal: (given.extend(qkv), attention(*qkv, causal=causal))[1]
+    )
+    qkv = torch.randn(3, 2, 2, 9, 8, dtype=torch.bfloat16).unbind()
+    Matmul("upcast", "", "halfstep").attention(*qkv)
+    assert all(a is b for a, b in zip(given, qkv, strict=True))
 
 
 @pytest.mark.parametrize("way", [UPCAST, NATIVE], ids=lambda way: way.kind)

@@ -38,6 +38,7 @@ class Config:
     growth_interval: int = 200
     seed: int = 0
     matmul: Literal["auto", "native", "upcast"] = "auto"
+    attention: Literal["halfstep", "sdpa"] = "sdpa"
     device: str = "cpu"
 
     def __post_init__(self) -> None:

@@ -1,9 +1,12 @@
 """The two places where a GPT multiplies matrices, and which multiplication this machine is good at.
 
-On a GPU, tensor cores read 16-bit operands and accumulate in float32: the ordinary `F.linear` and
-`scaled_dot_product_attention` are what you want. Most CPUs have no such unit and torch's 16-bit matmuls are slow
-there (many times slower than float32), so on those `Matmul("upcast", ...)` keeps weights, activations and gradients
-in 16 bits, multiplies in float32 and rounds the result: the numerics of a tensor core, at the speed of float32.
+On a GPU, tensor cores read 16-bit operands and accumulate in float32: the ordinary `F.linear` is what you want. Most
+CPUs have no such unit and torch's 16-bit matmuls are slow there (many times slower than float32), so on those
+`Matmul("upcast", ...)` keeps weights, activations and gradients in 16 bits, multiplies in float32 and rounds the
+result: the numerics of a tensor core, at the speed of float32.
+
+Attention is `hs.attention`, which does that by itself wherever it runs, or torch's `scaled_dot_product_attention`, for
+which it is done here.
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import halfstep as hs
+
 Kind = Literal["native", "upcast"]
+Attention = Literal["halfstep", "sdpa"]
 
 
 class _UpcastLinear(torch.autograd.Function):
@@ -37,10 +43,12 @@ class _UpcastLinear(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Matmul:
-    """How a model multiplies: `kind` is "native" or "upcast", `reason` says in one sentence why."""
+    """How a model multiplies: `kind` is "native" or "upcast", `reason` says in one sentence why; `attends`: whose
+    attention it has."""
 
     kind: Kind
     reason: str
+    attends: Attention = "sdpa"
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [..., in] times weight [out, in] -> [..., out]; under autocast both are cast to its dtype first."""
@@ -52,7 +60,9 @@ class Matmul:
         return _UpcastLinear.apply(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention over [batch, heads, length, dim]; softmax in float32 either way."""
+        """Causal attention over [batch, heads, length, dim]; softmax in float32 whoever computes it."""
+        if self.attends == "halfstep":
+            return hs.attention(q, k, v, causal=True)
         if self.kind == "native" or v.dtype == torch.float32:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         with torch.autocast(q.device.type, enabled=False):
@@ -67,19 +77,23 @@ class Matmul:
         return F.embedding(tokens, weight.float()).to(weight.dtype)
 
 
-def choose(device: torch.device, dtype: torch.dtype, kind: Literal["auto", "native", "upcast"] = "auto") -> Matmul:
+def choose(
+    device: torch.device, dtype: torch.dtype, kind: Literal["auto", "native", "upcast"] = "auto",
+    attends: Attention = "sdpa",
+) -> Matmul:  # fmt: skip
     """The multiplication for operands of `dtype` on `device`; "auto" times both ways once where it is in doubt."""
     if kind != "auto":
-        return Matmul(kind, "as asked for")
+        return Matmul(kind, "as asked for", attends)
     if dtype == torch.float32:
-        return Matmul("native", "float32 operands: the ordinary matmul")
+        return Matmul("native", "float32 operands: the ordinary matmul", attends)
     if device.type != "cpu":
-        return Matmul("native", f"{device.type} multiplies 16-bit operands itself")
+        return Matmul("native", f"{device.type} multiplies 16-bit operands itself", attends)
     narrow, wide = _gflops(dtype), _gflops(torch.float32)
     name = str(dtype).removeprefix("torch.")
     return Matmul(
         "native" if narrow > wide else "upcast",
         f"a core of this CPU reaches {narrow:.0f} GFLOP/s in {name} and {wide:.0f} in float32",
+        attends,
     )
 
 

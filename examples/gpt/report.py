@@ -88,6 +88,7 @@ def metrics(run: Any, results: dict[str, dict[str, Any]], baselines: dict[str, f
         "tokens_per_second": config.tokens_per_step * history.updates / history.seconds,
         "parameters": run.parameters,
         "matmul": {"kind": run.matmul.kind, "reason": run.matmul.reason},
+        "attention": run.matmul.attends,
         "comparison": dict(others),
         "config": vars(config),
         "versions": {

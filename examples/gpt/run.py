@@ -38,7 +38,7 @@ class Run:
     def __init__(self, config: Config):
         torch.manual_seed(config.seed)
         self.device = torch.device(config.device)
-        self.matmul = matmul.choose(self.device, config.matmul_dtype, config.matmul)
+        self.matmul = matmul.choose(self.device, config.matmul_dtype, config.matmul, config.attention)
         self.config = replace(config, matmul=self.matmul.kind)  # a resumed run must multiply as the first part did
         model = GPT(data.VOCABULARY, config.width, config.layers, config.heads, self.matmul)
         self.model = model.to(self.device, config.weight_dtype)

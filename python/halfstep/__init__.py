@@ -1,5 +1,6 @@
 """halfstep: the memory- and time-hungry half of a mixed-precision training step. `import halfstep as hs`."""
 
+from . import integrations as integrations
 from ._version import __version__
 from .attention import attention, attention_varlen
 from .cast import accumulate_, cast_
