@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import devices
 from .attention_call import AttentionCall
-from .devices import is_host
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -21,9 +21,10 @@ def expresses(call: AttentionCall) -> bool:
     plain = call.mask is None and call.bias is None and call.alibi_slopes is None and call.seed is None
     # It multiplies by the scale what the mask has made -inf.
     plain = plain and call.softcap == 0 and call.scale > 0
-    same_dims = call.q.shape[3] == call.v.shape[3]
+    # Of empty tensors it divides by 0, which ends the process.
     filled = call.q.numel() > 0 and call.k.numel() > 0
-    return is_host(call.q.device) and plain and same_dims and filled and (_all_visible(call) or _causal(call))
+    same_dims = call.q.shape[3] == call.v.shape[3]
+    return devices.is_host(call.q.device) and plain and same_dims and filled and (_all_visible(call) or _causal(call))
 
 
 def attention_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
