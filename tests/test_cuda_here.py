@@ -15,7 +15,7 @@ import torch
 import triton
 
 from halfstep import doctor
-from halfstep.ops import attention_torch, backend, native_cuda, triton_gpu
+from halfstep.ops import attention_torch, backend, native_cuda, triton_attention, triton_gpu
 
 ARCHS = "75-real,80-real,86-real,89-real,90-real,100-real,120"
 KERNELS = (
@@ -203,6 +203,21 @@ def test_attention_says_once_why_plain_pytorch_runs(devices, triton_starts, recw
     assert said.startswith("halfstep: Triton has no code for this GPU; plain PyTorch runs on cuda tensors instead")
     why = "Triton has no code for this GPU; plain PyTorch runs instead, over chunks of queries: many times slower"
     assert attention_choice() == ("torch", why)
+
+
+def test_attention_multiplies_float32_as_precisely_as_torch_may() -> None:
+    """However that was said: torch's older settings cannot be read once a newer one is made."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for precision in ("tf32", "ieee"):
+            matmul.fp32_precision = precision
+            assert triton_attention._precision(torch.float32) == precision
+            assert triton_attention._precision(torch.bfloat16) == "ieee"
+    finally:
+        matmul.fp32_precision = before
+    assert not matmul.allow_tf32
+    assert triton_attention._precision(torch.float32) == "ieee"
 
 
 def test_attention_without_a_device(devices, monkeypatch) -> None:

@@ -91,8 +91,8 @@ def _operands(call: AttentionCall) -> Any:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Of dot products of float32: what torch's own may have."""
-    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """Of dot products of float32: what torch's own may have. (allow_tf32 raises where newer settings are in use.)"""
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 @cache
