@@ -12,14 +12,19 @@ import triton.language as tl
 
 from .scores import (
     kept,
-    key_ranges,
+    key_limits,
+    key_range,
     load_stats,
+    position,
     probabilities,
-    query_ranges,
+    query_limits,
+    query_range,
     row_stat,
     score_gradients,
     scores,
     stats_of,
+    steps,
+    within,
 )  # fmt: skip
 from .segments import dot, load_rows, matrix, number, place, segment_of, store_rows
 
@@ -51,19 +56,23 @@ def delta_kernel(
 # ---- dK, dV ----------------------------------------------------------------------------------------------------------
 @triton.jit
 def _from_queries(
-    d_k, d_v, k, v, q_rows, d_out_rows, stats, n, begin, end, at, head, rules, NEED_K: tl.constexpr,
-    NEED_V: tl.constexpr, RANGE: tl.constexpr, C: tl.constexpr,
+    d_k, d_v, k, v, q_rows, d_out_rows, stats, n, seen, queries, at, head, rules, NEED_K: tl.constexpr,
+    NEED_V: tl.constexpr, WHOLE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Of one head, queries begin to end - 1. Tiles lie the other way round, [keys, queries], so that P^T and dS^T are
-    first operands as they come."""
+    """Of one head, the blocks of queries that are WHOLE, or all others. Tiles lie the other way round, [keys, queries],
+    so that P^T and dS^T are first operands as they come."""
     j = n + tl.arange(0, C.BLOCK_N)
-    for m in range(begin, end, C.BLOCK_M):
+    begin, end = steps(queries, WHOLE)
+    for step in tl.range(begin, end, C.BLOCK_M, num_stages=None if WHOLE else C.EDGE_STAGES):
+        m = position(step, queries, WHOLE)
         i = m + tl.arange(0, C.BLOCK_M)
-        q = load_rows(q_rows, m, C.D_K, C.BLOCK_M, C.WIDTH_K, not RANGE, C)
-        stat, log_sum, delta = load_stats(stats, i, at.q_length, not RANGE)
-        x, t = scores(dot(k, tl.trans(q), None, C), i[None, :], j[:, None], at, head, rules, RANGE, C)
+        q = load_rows(q_rows, m, C.D_K, C.BLOCK_M, C.WIDTH_K, WHOLE, C)
+        stat, log_sum, delta = load_stats(stats, i, at.q_length, WHOLE)
+        x, t = scores(dot(k, tl.trans(q), None, C), i[None, :], j[:, None], m, n, at, head, rules, C)
+        if not WHOLE:
+            x = within(x, m, seen)
         p = probabilities(x, stat[None, :], log_sum[None, :], rules)
-        d_out = load_rows(d_out_rows, m, C.D_V, C.BLOCK_M, C.WIDTH_V, not RANGE, C)
+        d_out = load_rows(d_out_rows, m, C.D_V, C.BLOCK_M, C.WIDTH_V, WHOLE, C)
         keep, dropped = p, p
         if rules.seed is not None:
             keep = tl.trans(kept(i, n, at, head, rules, C.BLOCK_N))
@@ -100,24 +109,18 @@ def keys_kernel(
     NEED_V: tl.constexpr = d_v_ptr is not None
     d_k = tl.zeros([C.BLOCK_N, C.WIDTH_K], stats.delta.dtype.element_ty)
     d_v = tl.zeros([C.BLOCK_N, C.WIDTH_V], stats.delta.dtype.element_ty)
-    begin, whole_begin, whole_end, end = query_ranges(n, at, rules, C)
-    for member in range(group):
+    queries, seen = query_range(n, at, rules, C), query_limits(n + tl.arange(0, C.BLOCK_N), at, rules)
+    for member in tl.range(group, disable_licm=True):
         head = k_head * group + member
         q_rows = matrix(q_ptr, strides[0], at.batch, head, at.q_first, at.q_length)
         d_out_rows = matrix(d_out_ptr, strides[3], at.batch, head, at.q_first, at.q_length)
         of_head = stats_of(stats, at, head, shape)
-        if rules.right is not None:
-            d_k, d_v = _from_queries(
-                d_k, d_v, k, v, q_rows, d_out_rows, of_head, n, begin, tl.minimum(whole_begin, end), at, head, rules,
-                NEED_K, NEED_V, True, C,
-            )  # fmt: skip
         d_k, d_v = _from_queries(
-            d_k, d_v, k, v, q_rows, d_out_rows, of_head, n, whole_begin, whole_end, at, head, rules, NEED_K, NEED_V,
-            False, C,
-        )  # fmt: skip
+            d_k, d_v, k, v, q_rows, d_out_rows, of_head, n, seen, queries, at, head, rules, NEED_K, NEED_V, True, C
+        )
         d_k, d_v = _from_queries(
-            d_k, d_v, k, v, q_rows, d_out_rows, of_head, n, whole_end, end, at, head, rules, NEED_K, NEED_V, True, C
-        )  # fmt: skip
+            d_k, d_v, k, v, q_rows, d_out_rows, of_head, n, seen, queries, at, head, rules, NEED_K, NEED_V, False, C
+        )
     d_k *= rules.scale
     if rules.seed is not None:
         d_v *= rules.keep
@@ -133,16 +136,21 @@ def keys_kernel(
 # ---- dQ --------------------------------------------------------------------------------------------------------------
 @triton.jit
 def _from_keys(
-    d_q, q, d_out, stat, log_sum, delta, k_rows, v_rows, i, begin, end, at, head, rules, RANGE: tl.constexpr,
+    d_q, q, d_out, stat, log_sum, delta, k_rows, v_rows, m, seen, keys, at, head, rules, WHOLE: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Keys begin to end - 1."""
-    for n in range(begin, end, C.BLOCK_N):
-        k = load_rows(k_rows, n, C.D_K, C.BLOCK_N, C.WIDTH_K, not RANGE, C)
+    """The blocks of keys that are WHOLE, or all others."""
+    i = m + tl.arange(0, C.BLOCK_M)
+    begin, end = steps(keys, WHOLE)
+    for step in tl.range(begin, end, C.BLOCK_N, num_stages=None if WHOLE else C.EDGE_STAGES):
+        n = position(step, keys, WHOLE)
+        k = load_rows(k_rows, n, C.D_K, C.BLOCK_N, C.WIDTH_K, WHOLE, C)
         j = n + tl.arange(0, C.BLOCK_N)
-        x, t = scores(dot(q, tl.trans(k), None, C), i[:, None], j[None, :], at, head, rules, RANGE, C)
+        x, t = scores(dot(q, tl.trans(k), None, C), i[:, None], j[None, :], m, n, at, head, rules, C)
+        if not WHOLE:
+            x = within(x, n, seen)
         p = probabilities(x, stat[:, None], log_sum[:, None], rules)
-        v = load_rows(v_rows, n, C.D_V, C.BLOCK_N, C.WIDTH_V, not RANGE, C)
+        v = load_rows(v_rows, n, C.D_V, C.BLOCK_N, C.WIDTH_V, WHOLE, C)
         keep = p
         if rules.seed is not None:
             keep = kept(i, n, at, head, rules, C.BLOCK_N)
@@ -173,16 +181,9 @@ def queries_kernel(
     stat, log_sum, delta = load_stats(stats_of(stats, at, head, shape), i, at.q_length, False)
     d_q = tl.zeros([C.BLOCK_M, C.WIDTH_K], stats.delta.dtype.element_ty)
 
-    begin, whole_begin, whole_end, end = key_ranges(first, at, rules, C)
-    if rules.left is not None:
-        d_q = _from_keys(
-            d_q, q, d_out, stat, log_sum, delta, k_rows, v_rows, i, begin, tl.minimum(whole_begin, end), at, head,
-            rules, True, C,
-        )  # fmt: skip
-    d_q = _from_keys(
-        d_q, q, d_out, stat, log_sum, delta, k_rows, v_rows, i, whole_begin, whole_end, at, head, rules, False, C
-    )
-    d_q = _from_keys(d_q, q, d_out, stat, log_sum, delta, k_rows, v_rows, i, whole_end, end, at, head, rules, True, C)
+    keys, seen = key_range(first, at, rules, C), key_limits(i, at, rules)
+    d_q = _from_keys(d_q, q, d_out, stat, log_sum, delta, k_rows, v_rows, first, seen, keys, at, head, rules, True, C)
+    d_q = _from_keys(d_q, q, d_out, stat, log_sum, delta, k_rows, v_rows, first, seen, keys, at, head, rules, False, C)
     d_q *= rules.scale
     if cu_q_ptr is not None:
         d_q = tl.where(at.good != 0, d_q, float("nan"))

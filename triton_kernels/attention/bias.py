@@ -7,7 +7,7 @@ tiles, several programs share these, and their sums are added up afterwards, in 
 import triton
 import triton.language as tl
 
-from .scores import kept, load_stats, probabilities, score_gradients, scores, stats_of
+from .scores import kept, key_limits, load_stats, probabilities, score_gradients, scores, stats_of, within
 from .segments import dot, load_rows, matrix, number, segment_of
 
 
@@ -45,7 +45,8 @@ def bias_kernel(
         q = load_rows(q_rows, first, C.D_K, C.BLOCK_M, C.WIDTH_K, False, C)
         k = load_rows(k_rows, n, C.D_K, C.BLOCK_N, C.WIDTH_K, False, C)
         i, j = first + tl.arange(0, C.BLOCK_M), n + tl.arange(0, C.BLOCK_N)
-        x, t = scores(dot(q, tl.trans(k), None, C), i[:, None], j[None, :], at, head, rules, True, C)
+        x, t = scores(dot(q, tl.trans(k), None, C), i[:, None], j[None, :], first, n, at, head, rules, C)
+        x = within(x, n, key_limits(i, at, rules))
         stat, log_sum, delta = load_stats(stats_of(stats, at, head, shape), i, at.q_length, False)
         p = probabilities(x, stat[:, None], log_sum[:, None], rules)
         v = load_rows(v_rows, n, C.D_V, C.BLOCK_N, C.WIDTH_V, False, C)

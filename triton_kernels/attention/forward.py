@@ -7,23 +7,30 @@ Moves q, k, v and the output once, k and v again for each block of queries (most
 import triton
 import triton.language as tl
 
-from .scores import INF, LN2, LOG2E, kept, key_ranges, scores
+from .scores import INF, LN2, LOG2E, kept, key_limits, key_range, position, scores, steps, within
 from .segments import dot, load_rows, matrix, number, place, segment_of, stat_row, store_rows
 
 
 @triton.jit
-def _fold(acc, total, row_max, q, k_rows, v_rows, i, begin, end, at, head, rules, RANGE: tl.constexpr, C: tl.constexpr):
-    """Keys begin to end - 1; all of each block exist and are seen unless RANGE. A row's maximum is in units of log2."""
-    for n in range(begin, end, C.BLOCK_N):
-        k = load_rows(k_rows, n, C.D_K, C.BLOCK_N, C.WIDTH_K, not RANGE, C)
+def _fold(
+    acc, total, row_max, q, k_rows, v_rows, m, seen, keys, at, head, rules, WHOLE: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """The blocks of keys that are WHOLE, or all others. A row's maximum is in units of log2."""
+    i = m + tl.arange(0, C.BLOCK_M)
+    begin, end = steps(keys, WHOLE)
+    for step in tl.range(begin, end, C.BLOCK_N, num_stages=None if WHOLE else C.EDGE_STAGES):
+        n = position(step, keys, WHOLE)
+        k = load_rows(k_rows, n, C.D_K, C.BLOCK_N, C.WIDTH_K, WHOLE, C)
         j = n + tl.arange(0, C.BLOCK_N)
-        x, _ = scores(dot(q, tl.trans(k), None, C), i[:, None], j[None, :], at, head, rules, RANGE, C)
+        x, _ = scores(dot(q, tl.trans(k), None, C), i[:, None], j[None, :], m, n, at, head, rules, C)
+        if not WHOLE:
+            x = within(x, n, seen)
         if rules.bias is None:
             new_max = tl.maximum(row_max, tl.max(x, 1) * rules.factor)
         else:  # but for a bias: dtype.min as a mask would overflow if it was scaled before the maximum is subtracted
             new_max = tl.maximum(row_max, tl.max(x, 1))
         base = new_max
-        if RANGE or rules.mask is not None or rules.bias is not None:  # nothing seen so far: -inf - 0
+        if not WHOLE or rules.mask is not None or rules.bias is not None:  # nothing seen so far: -inf - 0
             base = tl.where(new_max == -INF, 0.0, new_max)
         if rules.bias is None:
             p = tl.math.exp2(x * rules.factor - base[:, None])
@@ -34,7 +41,7 @@ def _fold(acc, total, row_max, q, k_rows, v_rows, i, begin, end, at, head, rules
         total = total * old + tl.sum(p, 1)
         if rules.seed is not None:
             p = tl.where(kept(i, n, at, head, rules, C.BLOCK_N), p, 0.0)
-        v = load_rows(v_rows, n, C.D_V, C.BLOCK_N, C.WIDTH_V, not RANGE, C)
+        v = load_rows(v_rows, n, C.D_V, C.BLOCK_N, C.WIDTH_V, WHOLE, C)
         acc = dot(p, v, acc * old[:, None], C)
         row_max = new_max
     return acc, total, row_max
@@ -64,15 +71,9 @@ def forward_kernel(
     total, row_max = tl.zeros([C.BLOCK_M], STAT), tl.full([C.BLOCK_M], -INF, STAT)
     acc = tl.zeros([C.BLOCK_M, C.WIDTH_V], STAT)
 
-    begin, whole_begin, whole_end, end = key_ranges(first, at, rules, C)
-    if rules.left is not None:
-        acc, total, row_max = _fold(
-            acc, total, row_max, q, k_rows, v_rows, i, begin, tl.minimum(whole_begin, end), at, head, rules, True, C
-        )
-    acc, total, row_max = _fold(
-        acc, total, row_max, q, k_rows, v_rows, i, whole_begin, whole_end, at, head, rules, False, C
-    )
-    acc, total, row_max = _fold(acc, total, row_max, q, k_rows, v_rows, i, whole_end, end, at, head, rules, True, C)
+    keys, seen = key_range(first, at, rules, C), key_limits(i, at, rules)
+    acc, total, row_max = _fold(acc, total, row_max, q, k_rows, v_rows, first, seen, keys, at, head, rules, True, C)
+    acc, total, row_max = _fold(acc, total, row_max, q, k_rows, v_rows, first, seen, keys, at, head, rules, False, C)
 
     nothing = total == 0
     divisor = tl.where(nothing, 1.0, total)

@@ -52,6 +52,12 @@ class Operands(NamedTuple):
     shared_memory: int  # bytes that a program may have; 0 is the interpreter
 
     @property
+    def is_heavy(self) -> bool:
+        """Whether scores need more than a scale and a range."""
+        r = self.rules
+        return not self.is_plain or r.mask is not None or r.seed is not None
+
+    @property
     def segments(self) -> int:
         return self.q.shape[0] if self.cu_q is None else self.cu_q.numel() - 1
 
@@ -68,7 +74,7 @@ class Operands(NamedTuple):
 
     def tile(self, kernel: str) -> Tile:
         width = max(_width(self.q.shape[3]), _width(self.v.shape[3]))
-        return tile(kernel, width, self.q.element_size(), self.shared_memory)
+        return tile(kernel, width, self.q.element_size(), self.is_heavy, self.shared_memory)
 
     def config(self, t: Tile) -> Config:
         d_k, d_v = self.q.shape[3], self.v.shape[3]
@@ -80,6 +86,7 @@ class Operands(NamedTuple):
             _width(d_v),
             t.block_m,
             t.block_n,
+            t.edge_stages,
             self.is_plain,
             self.top_left,
             upcast,
@@ -114,7 +121,7 @@ def row_stats(
 ) -> Stats:
     """What the other kernels of the backward pass read."""
     size = 32 if INTERPRETED else max(16, 4096 // _width(out.shape[3]))  # rows
-    stats, t = Stats(torch.empty_like(lse), log_sum, torch.empty_like(lse)), Tile(size, 16, 4, 1)
+    stats, t = Stats(torch.empty_like(lse), log_sum, torch.empty_like(lse)), Tile(size, 16, 4, 1, 1)
     second.delta_kernel[(triton.cdiv(out.shape[2], size) * out.shape[0] * out.shape[1],)](
         out, d_out, lse, d_lse, stats, rows_of(out, d_out), a.shape, size, a.config(t), **_options(t)
     )
@@ -167,8 +174,11 @@ def rules(
     is_plain = softcap == 0 and bias is None and slopes is None and scale > 0
     log2e = LOG2E.value
 
-    def steps(x: Tensor | None) -> tuple[int, ...] | None:
-        return None if x is None else tuple(map(plain, x.expand(sizes).stride()))
+    def steps(x: Tensor | None) -> tuple[int | None, ...] | None:
+        if x is None:
+            return None
+        *others, last = x.expand(sizes).stride()
+        return (*map(plain, others), None if last == 1 else plain(last))
 
     where = None if slopes is None else tuple(map(plain, slopes.expand(sizes[:2]).stride()))
     return Rules(

@@ -23,7 +23,7 @@ class Rules(NamedTuple):
     left: Any
     right: Any
     mask: Any  # uint8
-    mask_strides: Any  # of segment, head, query, key
+    mask_strides: Any  # of segment, head, query, key; the last is None if it is 1
     bias: Any
     bias_strides: Any
     slopes: Any  # float32
@@ -54,12 +54,12 @@ def _tanh(x):
 
 
 @triton.jit
-def scores(products, i, j, at, head, rules, RANGE: tl.constexpr, C: tl.constexpr):
-    """(scores, tanh of the capped ones), -inf where the query does not see the key.
+def scores(products, i, j, m, n, at, head, rules, C: tl.constexpr):
+    """(scores, tanh of the capped ones), -inf where the mask hides the key; ranges are `within`'s.
 
     Args:
+        m, n: the first query and key.
         at: the Segment.
-        RANGE: some j may be out of the range that its i sees.
     """
     x, t = products, products
     if rules.softcap is not None:
@@ -74,25 +74,23 @@ def scores(products, i, j, at, head, rules, RANGE: tl.constexpr, C: tl.constexpr
         x -= slope * tl.abs(i + at.shift - j).to(x.dtype)
     exists = (i < at.q_length) & (j < at.k_length)
     if rules.bias is not None:
-        where = rules.bias + _offsets(rules.bias_strides, at.index, head, i, j)
+        where = _places(rules.bias, rules.bias_strides, at.index, head, i, j, m, n)
         x += tl.load(where, mask=exists, other=0).to(x.dtype)
-    if RANGE:
-        seen = j < at.k_length
-        if rules.right is not None:
-            seen = seen & (j <= i + (at.shift + number(rules.right)))
-        if rules.left is not None:
-            seen = seen & (j >= i + (at.shift - number(rules.left)))
-        x = tl.where(seen, x, -INF)
     if rules.mask is not None:
-        where = rules.mask + _offsets(rules.mask_strides, at.index, head, i, j)
+        where = _places(rules.mask, rules.mask_strides, at.index, head, i, j, m, n)
         x = tl.where(tl.load(where, mask=exists, other=0) != 0, x, -INF)
     return x, t
 
 
 @triton.jit
-def _offsets(strides, segment, head, i, j):
-    offset = number(strides[0]).to(tl.int64) * segment + number(strides[1]).to(tl.int64) * head
-    return offset + (number(strides[2]).to(tl.int64) * i + number(strides[3]).to(tl.int64) * j)
+def _places(ptr, strides, segment, head, i, j, m, n):
+    """Pointers. What entries have in common is added up apart, so that few pointers are kept."""
+    ptr += number(strides[0]).to(tl.int64) * segment + number(strides[1]).to(tl.int64) * head
+    rows = ptr + number(strides[2]).to(tl.int64) * m + number(strides[2]).to(tl.int64) * (i - m)
+    if strides[3] is None:
+        return rows + n + (j - n)
+    else:
+        return rows + number(strides[3]).to(tl.int64) * n + number(strides[3]).to(tl.int64) * (j - n)
 
 
 @triton.jit
@@ -175,10 +173,84 @@ def score_gradients(p, d_p, t, delta, keep, rules):
 
 
 # ---- ranges ----------------------------------------------------------------------------------------------------------
+class Limits(NamedTuple):
+    """First and last that each row of a tile may be paired with; None: there is no such limit."""
+
+    low: Any
+    high: Any
+
+
 @triton.jit
-def key_ranges(first, at, rules, C: tl.constexpr):
-    """Keys that a block of queries sees: (begin, begin of whole blocks, end of whole blocks, end). In a whole block
-    each query sees each key. Begins, and ends of whole blocks, are multiples of BLOCK_N."""
+def key_limits(i, at, rules):
+    """Keys that queries i see."""
+    high = tl.zeros_like(i) + (at.k_length - 1)
+    if rules.right is not None:
+        high = tl.minimum(i + (at.shift + number(rules.right)), high)
+    if rules.left is None:
+        return Limits(None, high)
+    else:
+        return Limits(i + (at.shift - number(rules.left)), high)
+
+
+@triton.jit
+def query_limits(j, at, rules):
+    """Queries that see keys j. Those that do not exist have probability 0 (`row_stat`), and nobody stores such keys."""
+    low, high = None, None
+    if rules.right is not None:
+        low = j - (at.shift + number(rules.right))
+    if rules.left is not None:
+        high = j - (at.shift - number(rules.left))
+    return Limits(low, high)
+
+
+@triton.jit
+def within(x, first, limits):
+    """Scores x, -inf in the columns first, first + 1, ... that are beyond their row's limits.
+
+    Columns are compared with what is left of a limit: numbers that are known when the kernel is compiled.
+    """
+    column = tl.arange(0, x.shape[1])[None, :]
+    if limits.high is not None:
+        seen = column <= (limits.high - first)[:, None]
+        if limits.low is not None:
+            seen = seen & (column >= (limits.low - first)[:, None])
+        x = tl.where(seen, x, -INF)
+    elif limits.low is not None:
+        x = tl.where(column >= (limits.low - first)[:, None], x, -INF)
+    return x
+
+
+class Range(NamedTuple):
+    """Of positions; begins, and ends of whole blocks, are multiples of the block's size. In a whole block each query
+    sees each key. whole_begin <= whole_end, but may be beyond the end if none is whole."""
+
+    begin: Any
+    whole_begin: Any
+    whole_end: Any
+    end: Any
+
+
+@triton.jit
+def steps(r, WHOLE: tl.constexpr):
+    """(begin, end) of a loop over the whole blocks, or over those before and after them as if these had no gap."""
+    if WHOLE:
+        return r.whole_begin, r.whole_end
+    else:
+        return r.begin, r.end - (r.whole_end - r.whole_begin)
+
+
+@triton.jit
+def position(step, r, WHOLE: tl.constexpr):
+    """Of a step of such a loop."""
+    if WHOLE:
+        return step
+    else:
+        return step + tl.where(step >= r.whole_begin, r.whole_end - r.whole_begin, 0)
+
+
+@triton.jit
+def key_range(first, at, rules, C: tl.constexpr):
+    """Keys that a block of queries sees."""
     last = tl.minimum(first + C.BLOCK_M, at.q_length) - 1
     begin, whole_begin, whole_end, end = first * 0, first * 0, at.k_length, at.k_length
     if rules.left is not None:
@@ -187,12 +259,12 @@ def key_ranges(first, at, rules, C: tl.constexpr):
     if rules.right is not None:
         end = tl.minimum(at.k_length, tl.maximum(last + at.shift + number(rules.right) + 1, 0))
         whole_end = tl.minimum(at.k_length, tl.maximum(first + at.shift + number(rules.right) + 1, 0))
-    return begin, whole_begin, tl.maximum(whole_end // C.BLOCK_N * C.BLOCK_N, whole_begin), end
+    return Range(begin, whole_begin, tl.maximum(whole_end // C.BLOCK_N * C.BLOCK_N, whole_begin), end)
 
 
 @triton.jit
-def query_ranges(first, at, rules, C: tl.constexpr):
-    """As key_ranges: the queries that see a block of keys."""
+def query_range(first, at, rules, C: tl.constexpr):
+    """Queries that see a block of keys."""
     last = tl.minimum(first + C.BLOCK_N, at.k_length) - 1
     begin, whole_begin, whole_end, end = first * 0, first * 0, at.q_length, at.q_length
     if rules.right is not None:
@@ -201,4 +273,4 @@ def query_ranges(first, at, rules, C: tl.constexpr):
     if rules.left is not None:
         end = tl.minimum(at.q_length, tl.maximum(last - at.shift + number(rules.left) + 1, 0))
         whole_end = tl.minimum(at.q_length, tl.maximum(first - at.shift + number(rules.left) + 1, 0))
-    return begin, whole_begin, tl.maximum(whole_end // C.BLOCK_M * C.BLOCK_M, whole_begin), end
+    return Range(begin, whole_begin, tl.maximum(whole_end // C.BLOCK_M * C.BLOCK_M, whole_begin), end)

@@ -23,6 +23,7 @@ class Config(NamedTuple):
     WIDTH_V: int
     BLOCK_M: int  # queries
     BLOCK_N: int  # keys
+    EDGE_STAGES: int  # of loads in flight in blocks that are not whole
     PLAIN: bool  # scores stay unscaled until their exponentials
     TOP_LEFT: bool
     UPCAST: bool  # to float32, and rounded to bfloat16 by integers: for the interpreter, which has no bfloat16
@@ -133,9 +134,9 @@ def load_rows(x, first, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
     elif ALL:
         tile = tl.load(where, mask=(column < D)[None, :], other=0)
     elif WIDTH == D:
-        tile = tl.load(where, mask=(first + row < x.length)[:, None], other=0)
+        tile = tl.load(where, mask=(row < x.length - first)[:, None], other=0)
     else:
-        tile = tl.load(where, mask=(first + row < x.length)[:, None] & (column < D)[None, :], other=0)
+        tile = tl.load(where, mask=(row < x.length - first)[:, None] & (column < D)[None, :], other=0)
     if C.UPCAST:
         tile = tile.to(tl.float32)
     return tile
