@@ -369,3 +369,16 @@ def test_lazy_signs_are_resolved():
     d_out = (out.detach().to(torch.complex64) * 1j).conj().imag
     got = torch.autograd.grad(hs.attention(*plain), plain, d_out)
     assert_all_same_bits(got, torch.autograd.grad(hs.attention(*plain), plain, d_out.resolve_neg()), "from a lazy sign")
+
+
+def test_rows_after_the_last_segment():
+    """A buffer of fixed size, filled in part: what is behind the segments changes nothing, and gets zeros."""
+    q, k, v = (torch.randn(12, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    out, lse = hs.attention_varlen(q, k, v, ends, ends, causal=True, return_lse=True)
+    exact = hs.attention_varlen(q[:9], k[:9], v[:9], ends, ends, causal=True)
+    torch.testing.assert_close(out[:9], exact, rtol=0, atol=0)
+    assert not out[9:].any() and bool((lse[:, 9:] == -torch.inf).all())
+    out.sum().backward()
+    for tensor in (q, k, v):
+        assert bool(tensor.grad[:9].any()) and not tensor.grad[9:].any()

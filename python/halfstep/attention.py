@@ -104,10 +104,11 @@ def attention_varlen(
     Args:
         q: [total, heads, dim]. k, v: [total of keys, kv_heads, dim]; dtypes, sizes and strides as in `attention`.
         cu_seqlens_q, cu_seqlens_k: [segments + 1], int32 (int64 is converted), on q's device: running sums of the
-            segments' lengths, from 0 to the number of rows. Segments may be empty on either side: queries without keys
-            get out 0, lse -inf and gradient 0. On the CPU other values are refused. On a GPU, where looking at them
-            would wait, no memory outside the tensors is read, boundaries that decrease make every result NaN, and rows
-            that no segment covers get out 0, lse -inf and gradient 0.
+            segments' lengths, from 0 to at most the number of rows. Segments may be empty on either side: queries
+            without keys get out 0, lse -inf and gradient 0, and so do the rows after the last segment, which a buffer
+            of fixed size may have. Other values are refused on the CPU. On a GPU, where looking at them would wait,
+            results are NaN in all rows if cu_seqlens_q decreases, and in a segment whose own boundaries are wrong; no
+            memory outside the tensors is touched.
         max_seqlen_q, max_seqlen_k: accepted, so that flash-attn's calls fit; neither needed nor trusted.
         alibi_slopes: [heads] or [segments, heads], float32.
         causal, window, scale, softcap, dropout_p, seed, return_lse: as in `attention`; dropout counts a segment as a
