@@ -46,7 +46,7 @@ class Segment(NamedTuple):
     k_first: Any
     k_length: Any
     shift: Any  # query i is at the place of key i + shift
-    good: Any  # 0: cu_seqlens go down somewhere
+    good: Any  # 0: cu_seqlens go down, or out of the tensors
 
 
 @triton.jit
@@ -92,22 +92,23 @@ def place(cu_ptr, rows, heads, segments, SIZE: tl.constexpr, REVERSED: tl.conste
 
 @triton.jit
 def _bounds(cu_ptr, index, rows):
-    """A segment's first row, and how many it has; within the tensor whatever cu_seqlens holds."""
+    """(a segment's first row, how many it has, whether cu_seqlens says so): within the tensor whatever it says."""
     if cu_ptr is None:
-        return 0, rows
+        return 0, rows, 1
     else:
-        first = tl.minimum(tl.maximum(tl.load(cu_ptr + index), 0), rows)
-        last = tl.minimum(tl.maximum(tl.load(cu_ptr + index + 1), first), rows)
-        return first, last - first
+        begin, end = tl.load(cu_ptr + index), tl.load(cu_ptr + index + 1)
+        first = tl.minimum(tl.maximum(begin, 0), rows)
+        last = tl.minimum(tl.maximum(end, first), rows)
+        return first, last - first, ((first == begin) & (last == end)).to(tl.int32)
 
 
 @triton.jit
-def segment_of(cu_q_ptr, cu_k_ptr, index, shape, good, C: tl.constexpr):
-    q_first, q_length = _bounds(cu_q_ptr, index, number(shape[2]))
-    k_first, k_length = _bounds(cu_k_ptr, index, number(shape[3]))
+def segment_of(cu_q_ptr, cu_k_ptr, index, shape, in_order, C: tl.constexpr):
+    q_first, q_length, q_good = _bounds(cu_q_ptr, index, number(shape[2]))
+    k_first, k_length, k_good = _bounds(cu_k_ptr, index, number(shape[3]))
     batch = index if cu_q_ptr is None else index * 0
     shift = 0 if C.TOP_LEFT else k_length - q_length
-    return Segment(index, batch, q_first, q_length, k_first, k_length, shift, good)
+    return Segment(index, batch, q_first, q_length, k_first, k_length, shift, in_order * q_good * k_good)
 
 
 @triton.jit
