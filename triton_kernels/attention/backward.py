@@ -38,7 +38,7 @@ def delta_kernel(
 ):  # fmt: skip
     """sum(out * d_out) - d_lse, and `row_stat`, of ROWS rows of a head."""
     heads, rows = number(shape[0]), number(shape[2])
-    batch, head, block, _ = place(None, rows, heads, 0, ROWS, False)
+    batch, head, block, _ = place(None, rows, None, 0, heads, 0, ROWS, False)
     first = block * ROWS
     out = load_rows(matrix(out_ptr, strides[0], batch, head, 0, rows), first, C.D_V, ROWS, C.WIDTH_V, False, C)
     d_out = load_rows(matrix(d_out_ptr, strides[1], batch, head, 0, rows), first, C.D_V, ROWS, C.WIDTH_V, False, C)
@@ -95,7 +95,7 @@ def keys_kernel(
 ):  # fmt: skip
     group, segments = number(shape[1]), number(shape[4])
     index, k_head, block, good = place(
-        cu_k_ptr, number(shape[3]), number(shape[0]) // group, segments, C.BLOCK_N, False
+        cu_k_ptr, number(shape[3]), cu_q_ptr, number(shape[2]), number(shape[0]) // group, segments, C.BLOCK_N, False
     )
     if index >= segments:
         return
@@ -166,7 +166,9 @@ def queries_kernel(
     shape, rules, C: tl.constexpr,  # as forward_kernel's
 ):  # fmt: skip
     heads, group, segments = number(shape[0]), number(shape[1]), number(shape[4])
-    index, head, block, good = place(cu_q_ptr, number(shape[2]), heads, segments, C.BLOCK_M, rules.right is not None)
+    index, head, block, good = place(
+        cu_q_ptr, number(shape[2]), cu_k_ptr, number(shape[3]), heads, segments, C.BLOCK_M, rules.right is not None
+    )
     if index >= segments:
         return
     at = segment_of(cu_q_ptr, cu_k_ptr, index, shape, good, C)

@@ -33,7 +33,7 @@ def _fold(
         if not WHOLE or rules.mask is not None or rules.bias is not None:  # nothing seen so far: -inf - 0
             base = tl.where(new_max == -INF, 0.0, new_max)
         if rules.bias is None:
-            p = tl.math.exp2(x * rules.factor - base[:, None])
+            p = tl.math.exp2(tl.fma(x, rules.factor, -base[:, None]))  # rounded once
             old = tl.math.exp2(row_max - base)
         else:
             p = tl.math.exp2((x - base[:, None]) * LOG2E)
@@ -57,7 +57,9 @@ def forward_kernel(
     rules, C: tl.constexpr,  # Rules, Config
 ):  # fmt: skip
     heads, group, segments = number(shape[0]), number(shape[1]), number(shape[4])
-    index, head, block, good = place(cu_q_ptr, number(shape[2]), heads, segments, C.BLOCK_M, rules.right is not None)
+    index, head, block, good = place(
+        cu_q_ptr, number(shape[2]), cu_k_ptr, number(shape[3]), heads, segments, C.BLOCK_M, rules.right is not None
+    )
     if index >= segments:
         return
     at = segment_of(cu_q_ptr, cu_k_ptr, index, shape, good, C)
@@ -79,6 +81,7 @@ def forward_kernel(
     divisor = tl.where(nothing, 1.0, total)
     if cu_q_ptr is not None:  # told by NaN: the host does not look at cu_seqlens of a GPU
         divisor = tl.where(at.good != 0, divisor, float("nan"))
+        nothing = nothing & (at.good != 0)
     acc *= (1 / divisor)[:, None]
     if rules.seed is not None:
         acc *= rules.keep

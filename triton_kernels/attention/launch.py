@@ -34,7 +34,7 @@ def movable(x: Tensor) -> Tensor:
     strides = x.stride()
     steps = [step for step, size in zip(strides[:-1], x.shape[:-1], strict=True) if size > 1]
     good = strides[-1] == 1 and x.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in steps)
-    return x if good and strides[-2] < _STRIDE else x.contiguous()
+    return x if good and strides[-2] < _STRIDE else x.clone(memory_format=torch.contiguous_format)
 
 
 class Operands(NamedTuple):
@@ -185,8 +185,8 @@ def rules(
         factor=scale * log2e if is_plain else log2e,
         scale=scale,
         softcap=softcap or None,
-        left=None if left is None else plain(min(left, LONGEST)),
-        right=None if right is None else plain(min(right, LONGEST)),
+        left=None if left is None else plain(min(left, LONGEST - 1)),
+        right=None if right is None else plain(min(right, LONGEST - 1)),
         mask=None if mask is None else mask.view(torch.uint8),
         mask_strides=steps(mask),
         bias=bias,

@@ -155,7 +155,7 @@ def load_stats(stats, i, length, ALL: tl.constexpr):
 @triton.jit
 def probabilities(x, stat, log_sum, rules):
     if rules.bias is None:
-        return tl.math.exp2(x * rules.factor - stat)
+        return tl.math.exp2(tl.fma(x, rules.factor, -stat))
     else:
         return tl.math.exp2((x - stat - log_sum) * LOG2E)
 

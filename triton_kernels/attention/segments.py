@@ -56,27 +56,43 @@ def number(n):
 
 
 @triton.jit
-def _find(cu_ptr, segments, index, SIZE: tl.constexpr):
-    """(segment, block within it, whether lengths are all >= 0) of the block `index` of all segments' blocks of SIZE
-    rows. There is no such block if the segment is `segments`."""
+def _lengths(cu_ptr, i, exists, rows):
+    """(lengths of segments i, whether none of them is negative and all lie within the rows)."""
+    begin, end = tl.load(cu_ptr + i, mask=exists, other=0), tl.load(cu_ptr + i + 1, mask=exists, other=0)
+    good = (begin >= 0) & (begin <= end) & (end <= rows)
+    return tl.where(good, end, 0) - tl.where(good, begin, 0), tl.min(good.to(tl.int32), 0)
+
+
+@triton.jit
+def _find(cu_ptr, rows, other_cu_ptr, other_rows, segments, index, SIZE: tl.constexpr):
+    """(segment, block within it, whether both cu_seqlens are in order) of the block `index` of all segments' blocks of
+    SIZE rows. There is no such block if the segment is `segments`.
+
+    If they are not in order, all rows are those of segment 0: each of them is told.
+    """
     passed, before, blocks_before, good = index * 0, index * 0, index * 0, index * 0 + 1
     for start in range(0, segments, CHUNK):
         i = start + tl.arange(0, CHUNK)
         exists = i < segments
-        begin = tl.load(cu_ptr + i, mask=exists, other=0)
-        lengths = tl.load(cu_ptr + i + 1, mask=exists, other=0) - begin
-        good = tl.minimum(good, tl.min((lengths >= 0).to(tl.int32), 0))
-        blocks = (tl.maximum(lengths, 0) + (SIZE - 1)) // SIZE
+        lengths, of_rows = _lengths(cu_ptr, i, exists, rows)
+        _, of_others = _lengths(other_cu_ptr, i, exists, other_rows)
+        good = tl.minimum(good, tl.minimum(of_rows, of_others))
+        blocks = (lengths + (SIZE - 1)) // SIZE
         done = (before + tl.cumsum(blocks, 0) <= index) & exists
         passed += tl.sum(done.to(tl.int32), 0)
         blocks_before += tl.sum(tl.where(done, blocks, 0), 0)
         before += tl.sum(blocks, 0)
-    return passed, index - blocks_before, good
+    return tl.where(good != 0, passed, 0), tl.where(good != 0, index - blocks_before, index), good
 
 
 @triton.jit
-def place(cu_ptr, rows, heads, segments, SIZE: tl.constexpr, REVERSED: tl.constexpr):
-    """(segment, head, block of SIZE rows, whether cu_seqlens are in order) of this program."""
+def place(cu_ptr, rows, other_cu_ptr, other_rows, heads, segments, SIZE: tl.constexpr, REVERSED: tl.constexpr):
+    """(segment, head, block of SIZE rows, whether cu_seqlens are in order) of this program.
+
+    Args:
+        cu_ptr, rows: of what the blocks are made of, queries or keys; cu_ptr may be None.
+        other_cu_ptr, other_rows: of keys or queries.
+    """
     program = tl.program_id(0)
     if cu_ptr is None:
         blocks = tl.cdiv(rows, SIZE)
@@ -86,29 +102,27 @@ def place(cu_ptr, rows, heads, segments, SIZE: tl.constexpr, REVERSED: tl.conste
         return program // blocks // heads, program // blocks % heads, block, 1
     else:
         blocks = rows // SIZE + segments  # at least as many as there are
-        index, block, good = _find(cu_ptr, segments, program % blocks, SIZE)
+        index, block, good = _find(cu_ptr, rows, other_cu_ptr, other_rows, segments, program % blocks, SIZE)
         return index, program // blocks, block, good
 
 
 @triton.jit
-def _bounds(cu_ptr, index, rows):
-    """(a segment's first row, how many it has, whether cu_seqlens says so): within the tensor whatever it says."""
+def _bounds(cu_ptr, index, rows, good):
+    """A segment's first row, and how many it has."""
     if cu_ptr is None:
-        return 0, rows, 1
+        return 0, rows
     else:
-        begin, end = tl.load(cu_ptr + index), tl.load(cu_ptr + index + 1)
-        first = tl.minimum(tl.maximum(begin, 0), rows)
-        last = tl.minimum(tl.maximum(end, first), rows)
-        return first, last - first, ((first == begin) & (last == end)).to(tl.int32)
+        first = tl.where(good != 0, tl.load(cu_ptr + index), 0)
+        return first, tl.where(good != 0, tl.load(cu_ptr + index + 1), rows) - first
 
 
 @triton.jit
-def segment_of(cu_q_ptr, cu_k_ptr, index, shape, in_order, C: tl.constexpr):
-    q_first, q_length, q_good = _bounds(cu_q_ptr, index, number(shape[2]))
-    k_first, k_length, k_good = _bounds(cu_k_ptr, index, number(shape[3]))
+def segment_of(cu_q_ptr, cu_k_ptr, index, shape, good, C: tl.constexpr):
+    q_first, q_length = _bounds(cu_q_ptr, index, number(shape[2]), good)
+    k_first, k_length = _bounds(cu_k_ptr, index, number(shape[3]), good)
     batch = index if cu_q_ptr is None else index * 0
     shift = 0 if C.TOP_LEFT else k_length - q_length
-    return Segment(index, batch, q_first, q_length, k_first, k_length, shift, in_order * q_good * k_good)
+    return Segment(index, batch, q_first, q_length, k_first, k_length, shift, good)
 
 
 @triton.jit
