@@ -11,7 +11,7 @@ import pytest
 from interpreter import Scratch, interpreted
 from triton_session import interpreting
 
-from halfstep.ops import results, triton_gpu, triton_plan
+from halfstep.ops import attention_call, results, triton_attention, triton_gpu, triton_plan
 from halfstep.ops.triton_gpu import TritonBackend
 
 EXPECTED = [
@@ -38,6 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=triton_gpu.NOT_INSTALLED))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick() -> Iterator[None]:
+    from quicker import quicker  # here: it needs Triton
+
+    with quicker():
+        yield
+
+
 @pytest.fixture
 def backend() -> TritonBackend:
     """One whose tables nobody has filled."""
@@ -53,7 +61,8 @@ def order() -> None:
 def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What kernels get as scratch memory is filled with what must not be read, and guarded on both sides."""
     memory = Scratch()
-    for module in (results, triton_gpu, triton_plan):
+    modules = results, triton_gpu, triton_plan, attention_call, triton_attention, triton_attention.kernels()
+    for module in modules:
         monkeypatch.setattr(module, "torch", memory.torch)
     yield
     memory.assert_intact()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import math
+import operator
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -68,25 +69,49 @@ def names(made: Iterable[Launch]) -> list[str]:
 
 
 def _modules() -> list[Any]:
-    found = pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}.")
+    found = pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}.")
     return [importlib.import_module(module.name) for module in found]
+
+
+@contextmanager
+def programs_backwards() -> Iterator[None]:
+    """The last program of a launch runs first."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    place = builder.set_grid_idx
+    with mock.patch.object(builder, "set_grid_idx", lambda x, y, z: place(builder.grid_dim[0] - 1 - x, y, z)):
+        yield
 
 
 # ---- scratch memory --------------------------------------------------------------------------------------------------
 class Scratch:
-    """`torch` for a module whose torch.empty() returns tensors full of NaN, or of a senseless integer, among guards."""
+    """`torch` for a module whose torch.empty(), empty_like() and empty_strided() return tensors full of NaN, or of a
+    senseless integer, among guards."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[Tensor, int]] = []
-        self.torch = SimpleNamespace(**{**vars(torch), "empty": self._empty})
+        made = {"empty": self._empty, "empty_like": self._empty_like, "empty_strided": self._empty_strided}
+        self.torch = SimpleNamespace(**{**vars(torch), **made})
 
     def _empty(self, *shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         sizes = tuple(shape[0]) if shape and isinstance(shape[0], (tuple, list)) else shape
-        bytes_ = math.prod(sizes) * dtype.itemsize
+        return self._guarded(math.prod(sizes), dtype, device).view(sizes)
+
+    def _empty_like(self, like: Tensor) -> Tensor:
+        return self._empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+    def _empty_strided(
+        self, sizes: Sequence[int], strides: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        last = sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+        return self._guarded(last + 1 if math.prod(sizes) else 0, dtype, device).as_strided(sizes, strides)
+
+    def _guarded(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        bytes_ = numel * dtype.itemsize
         byte = 0xFF if dtype.is_floating_point else 0x5A
         buffer = torch.full((_MARGIN + bytes_ + _MARGIN,), byte, dtype=torch.uint8, device=device)
         self._buffers.append((buffer, byte))
-        return buffer[_MARGIN : _MARGIN + bytes_].view(dtype).view(sizes)
+        return buffer[_MARGIN : _MARGIN + bytes_].view(dtype)
 
     def assert_intact(self) -> None:
         for buffer, byte in self._buffers:
@@ -109,8 +134,15 @@ def strays(tensors: Iterable[Tensor | None]) -> Iterator[list[Access]]:
     """
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    spans = [span for t in tensors if t is not None for span in _spans(t)]
+    spans: list[tuple[int, int]] = []
+    elements: list[np.ndarray[Any, Any]] = []  # of tensors with gaps: bytes that belong to an element
     found: list[Access] = []
+
+    def add(t: Tensor) -> None:
+        if t.is_contiguous():
+            spans.extend(_spans(t))
+        elif t.numel():
+            elements.append(_bytes_of(t))
 
     def look(kind: str, pointers: Any, mask: Any) -> None:
         size = pointers.get_element_ty().primitive_bitwidth // 8
@@ -119,6 +151,8 @@ def strays(tensors: Iterable[Tensor | None]) -> Iterator[list[Access]]:
         inside = np.zeros(wanted.shape, dtype=bool)
         for begin, end in spans:
             inside |= (wanted >= begin) & (wanted <= end - size)
+        for bytes_ in elements:
+            inside |= np.isin(wanted, bytes_) & np.isin(wanted + np.uint64(size - 1), bytes_)
         found.extend(Access(kind, int(address), size) for address in wanted[~inside])
 
     def watched(name: str, pointers_at: int, mask_at: int) -> Any:
@@ -131,7 +165,13 @@ def strays(tensors: Iterable[Tensor | None]) -> Iterator[list[Access]]:
         return mock.patch.object(builder, name, call)
 
     def arguments(given: Any) -> None:
-        spans.extend(span for value in given if isinstance(value, Tensor) for span in _spans(value))
+        for value in given:
+            if isinstance(value, Tensor):
+                add(value)
+            elif isinstance(value, tuple):
+                arguments(value)
+
+    arguments(tuple(tensors))
 
     with (
         launches(before=arguments), watched("create_masked_load", 0, 1), watched("create_masked_store", 0, 2),
@@ -143,3 +183,32 @@ def strays(tensors: Iterable[Tensor | None]) -> Iterator[list[Access]]:
 def _spans(tensor: Tensor) -> list[tuple[int, int]]:
     begin = tensor.data_ptr()
     return [(begin, begin + tensor.numel() * tensor.element_size())] if tensor.numel() else []
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    offsets = np.zeros((), dtype=np.int64)
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = offsets[..., None] + np.arange(size) * step
+    first = np.unique(offsets) * tensor.element_size() + tensor.data_ptr()
+    return (first[:, None] + np.arange(tensor.element_size())).ravel().astype(np.uint64)
+
+
+@contextmanager
+def no_overflow() -> Iterator[None]:
+    """Sums, differences and products of less than 64 bits fail if they do not fit; but for those of kernels that say
+    sanitize_overflow=False."""
+    from triton.language.semantic import TritonSemantic
+
+    with mock.patch.object(TritonSemantic, "binary_op_sanitize_overflow_impl", _assert_no_overflow):
+        yield
+
+
+def _assert_no_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Callable[..., Any]) -> None:
+    kind = lhs.type.scalar
+    if kind.int_bitwidth >= 64:
+        return
+    assert kind == rhs.type.scalar
+    exact = getattr(operator, binary_op.__name__)(lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+    message = f"int{kind.int_bitwidth} overflow detected for operation {binary_op.__name__}"
+    assert exact.min() >= kind.get_int_min_value(), message
+    assert exact.max() <= kind.get_int_max_value(), message
