@@ -27,6 +27,7 @@ from halfstep.ops import backend as backends
 from halfstep.ops import native_cpu
 
 STEP, CLIPPED_STEP = ["prologue", "update"], ["grad_stats", "prologue", "update"]
+ATTENTION = ["forward", "delta", "keys", "queries"]
 STATISTICS = ["grad_stats", "finish_stats"]
 LAUNCHES = {
     "AdamW, 16-bit": CLIPPED_STEP,
@@ -40,6 +41,8 @@ LAUNCHES = {
     "grad_stats": STATISTICS,
     "l2_norms": STATISTICS,
     "accumulate_": ["accumulate"],
+    "attention": ATTENTION,
+    "attention_varlen": ATTENTION,
     "unscale_": ["scale"],
     "clip_grad_norm_": [*STATISTICS, "scale"],
     "clip_grad_norm_, below": STATISTICS,
