@@ -107,8 +107,8 @@ def attention_varlen(
             segments' lengths, from 0 to at most the number of rows. Segments may be empty on either side: queries
             without keys get out 0, lse -inf and gradient 0, and so do the rows after the last segment, which a buffer
             of fixed size may have. Other values are refused on the CPU. On a GPU, where looking at them would wait,
-            results are NaN in all rows if cu_seqlens_q decreases, and in a segment whose own boundaries are wrong; no
-            memory outside the tensors is touched.
+            results are NaN in all rows if one of them decreases or leaves the rows; no memory outside the tensors is
+            touched.
         max_seqlen_q, max_seqlen_k: accepted, so that flash-attn's calls fit; neither needed nor trusted.
         alibi_slopes: [heads] or [segments, heads], float32.
         causal, window, scale, softcap, dropout_p, seed, return_lse: as in `attention`; dropout counts a segment as a
