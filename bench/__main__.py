@@ -1,7 +1,8 @@
 """`python -m halfstep.bench [--quick ...]` runs every bench with the same arguments."""
 
-from halfstep.bench import cast, optimizer
+from halfstep.bench import attention, cast, optimizer
 
 if __name__ == "__main__":
     optimizer.main()
     cast.main()
+    attention.main()

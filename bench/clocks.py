@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from halfstep.bench.cases import Case
 from halfstep.ops import backend
@@ -72,6 +74,10 @@ class Clock(ABC):
     @abstractmethod
     def probe(self, case: Case) -> Probe: ...
 
+    @abstractmethod
+    def extra_bytes(self, runner: Runner) -> int:
+        """Of tensors, at the worst moment of one call, beside those that were there before."""
+
     def launches(self, runner: Runner) -> int | None:
         """Kernels that one call starts; None where that means nothing."""
         return None
@@ -89,6 +95,16 @@ class HostClock(Clock):
 
     def probe(self, case: Case) -> Probe:
         return AdamProbe(case.elements)
+
+    def extra_bytes(self, runner: Runner) -> int:
+        """Every allocation of torch's is counted, those inside of its kernels, too."""
+        runner.prepare()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            runner()
+        inner: Any = profiler.profiler
+        changes = [event for event in inner.kineto_results.events() if event.name() == "[memory]"]
+        changes.sort(key=lambda event: event.start_ns())
+        return max(0, *accumulate(event.nbytes() for event in changes))
 
 
 class AdamProbe(Probe):

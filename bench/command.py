@@ -19,17 +19,20 @@ from halfstep.bench import backends, cases, clocks, harness, machine, table
 from halfstep.bench.gpu_clock import CudaClock
 
 Comparisons = Callable[[list[cases.Case], str], Iterator[harness.Comparison]]
+CasesOf = Callable[[list[cases.Case], bool], list[cases.Case]]
 
 
 def run_bench(
     name: str, about: str, comparisons: Comparisons, arguments: Sequence[str] | None = None, *, note: str = "",
-    on_gpu: bool = True,
+    on_gpu: bool = True, cases_of: CasesOf | None = None, each_backend: bool = True,
 ) -> None:  # fmt: skip
     """Runs one bench as its `main` does; `arguments` as in sys.argv[1:].
 
     Args:
         note: what the rows' figures mean, if they are not what they seem; every row carries it.
         on_gpu: it has something to time there.
+        cases_of: its cases, if they are others than cases.py has: given those, and whether it shall be quick.
+        each_backend: on a GPU halfstep's providers are there with each backend.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     given = _parser(name, about).parse_args(arguments)
@@ -52,8 +55,8 @@ def run_bench(
             **machine.facts(given.device),
         }
         chosen, clock = _place(given.device, given.quick)
-        jobs = comparisons(chosen, given.only)
-        if given.device != "cpu":
+        jobs = comparisons(cases_of(chosen, given.quick) if cases_of else chosen, given.only)
+        if given.device != "cpu" and each_backend:
             jobs = backends.with_each(jobs)
         found = harness.run(jobs, rounds, clock=clock, go_on=given.device != "cpu")
         rows = [_kept(run | row, path) for row in found]

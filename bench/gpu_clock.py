@@ -49,6 +49,15 @@ class CudaClock(Clock):
         torch.cuda.synchronize(self._device)
         return begin.elapsed_time(end) / 1e3, host
 
+    def extra_bytes(self, runner: Runner) -> int:
+        runner.prepare()
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        runner()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
     def launches(self, runner: Runner) -> int:
         runner.prepare()
         torch.cuda.synchronize(self._device)

@@ -51,6 +51,8 @@ class Comparison:
         baseline: the provider that the ratios are against.
         expected: in float64, after `check_calls` calls.
         elements: of each result; the case's own unless said.
+        memory: whether rows have `extra_bytes`, what one call takes at its worst moment.
+        flops: floating-point operations of one call, if rows have `tflops` of the device's own time.
     """
 
     case: Case
@@ -60,6 +62,8 @@ class Comparison:
     expected: Expected
     check_calls: int = 1
     elements: int | None = None
+    memory: bool = False
+    flops: float | None = None
 
 
 def run(
@@ -78,6 +82,7 @@ def run(
 def _rows_of(comparison: Comparison, rounds: int, seed: int, clock: Clock, go_on: bool) -> list[dict[str, Any]]:
     runners, errors, skipped = _checked(comparison, go_on)
     launches = {name: clock.launches(runner) for name, runner in runners.items()}
+    extra = {name: clock.extra_bytes(runner) for name, runner in runners.items()} if comparison.memory else {}
     providers, probe_bytes = [*comparison.providers], 0.0
     if comparison.case.bandwidth:
         runners[PROBE] = probe = clock.probe(comparison.case)
@@ -92,6 +97,11 @@ def _rows_of(comparison: Comparison, rounds: int, seed: int, clock: Clock, go_on
             _row(comparison, provider, timings, probe_bytes) | {"error": errors.get(provider.name), "load": load}
         )
         rows[-1] |= {"skipped": skipped.get(provider.name), "launches": launches.get(provider.name)}
+        if comparison.memory:
+            rows[-1]["extra_bytes"] = extra.get(provider.name)
+        if comparison.flops:
+            milliseconds = rows[-1]["device_ms"]
+            rows[-1]["tflops"] = None if milliseconds is None else comparison.flops / milliseconds / 1e9
     return rows
 
 

@@ -23,6 +23,9 @@ from halfstep.bench.harness import PROBE
 Row = dict[str, Any]
 _HOST_COLUMNS = (("ms", 8), ("p20-p80", 11), ("speed-up", 8), ("of probe", 8), ("CPU/wall", 8))
 _GPU_COLUMNS = (("ms", 7), ("GPU ms", 7), ("host us", 11), ("speed-up", 8), ("of probe", 8), ("kernels", 7))
+# Of rows that are about memory
+_HOST_MEMORY_COLUMNS = (("ms", 8), ("p20-p80", 11), ("speed-up", 8), ("extra MiB", 9), ("CPU/wall", 8))
+_GPU_MEMORY_COLUMNS = (("ms", 7), ("GPU ms", 7), ("speed-up", 8), ("TFLOP/s", 7), ("extra MiB", 9), ("kernels", 7))
 
 
 def read(path: Path, run: str | None = None) -> list[Row]:
@@ -41,7 +44,7 @@ def terminal(rows: Sequence[Row]) -> Iterator[RenderableType]:
     for (case, what), job in groupby(rows, key=lambda row: (row["case"], row["what"])):
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column("", width=26 if rows[0]["device"] == "cpu" else 20)
-        for name, width in _HOST_COLUMNS if rows[0]["device"] == "cpu" else _GPU_COLUMNS:
+        for name, width in _columns(rows[0]):
             table.add_column(name, width=width, justify="right", no_wrap=True)
         for row in job:
             table.add_row(escape(row["provider"]), *(("skipped",) if row["skipped"] else _figures(row)))
@@ -57,11 +60,23 @@ def _skipped(rows: Sequence[Row]) -> dict[str, str]:
 
 def _figures(row: Row) -> tuple[str, ...]:
     compared = _shown(row["speedup"], "{:.2f}x"), _shown(row["of_probe"], "{:.0%}")
+    extra = f"{row['extra_bytes'] / 2**20:,.1f}" if "extra_bytes" in row else ""
     if row["device"] == "cpu":
         spread = f"{_ms(row['p20_ms'])}-{_ms(row['p80_ms'])}"
+        compared = (compared[0], extra) if extra else compared
         return _ms(row["median_ms"]), spread, *compared, f"{row['cpu_per_wall']:.2f}"
+    kernels = _shown(row["launches"], "{}")
+    if extra:
+        tflops = _shown(row["tflops"], "{:.0f}")
+        return _ms(row["median_ms"]), _ms(row["device_ms"]), compared[0], tflops, extra, kernels
     hosts = f"{row['host_us']:.0f} / {row['host_busy_us']:.0f}"
-    return _ms(row["median_ms"]), _ms(row["device_ms"]), hosts, *compared, _shown(row["launches"], "{}")
+    return _ms(row["median_ms"]), _ms(row["device_ms"]), hosts, *compared, kernels
+
+
+def _columns(row: Row) -> tuple[tuple[str, int], ...]:
+    if row["device"] == "cpu":
+        return _HOST_MEMORY_COLUMNS if "extra_bytes" in row else _HOST_COLUMNS
+    return _GPU_MEMORY_COLUMNS if "extra_bytes" in row else _GPU_COLUMNS
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -96,6 +111,8 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def _cell(row: Row) -> str:
     more = [_shown(row["speedup"], "{:.1f}x"), _shown(row["of_probe"], "{:.0%}") if row["provider"] != PROBE else ""]
+    if row.get("extra_bytes") is not None:
+        more.append(f"{row['extra_bytes'] / 2**20:,.1f} MiB")
     detail = ", ".join(part for part in more if part)
     return _ms(row["median_ms"]) + (f" ({detail})" if detail else "")
 

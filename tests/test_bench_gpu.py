@@ -13,7 +13,19 @@ import torch
 from fake_cuda import fake_cuda, fake_profile
 from torch import Tensor
 
-from halfstep.bench import backends, cases, clocks, command, gpu_clock, gradient_jobs, harness, jobs, machine, table
+from halfstep.bench import (
+    attention,
+    backends,
+    cases,
+    clocks,
+    command,
+    gpu_clock,
+    gradient_jobs,
+    harness,
+    jobs,
+    machine,
+    table,
+)
 from halfstep.ops import backend, native_cpu
 
 pytest.importorskip("halfstep._cpu", reason="CPU tensors take the place of the GPU's here")
@@ -65,6 +77,28 @@ def test_a_quick_run(
     assert "kernels" in shown
     assert "GPU ms" in shown
     assert "Llama-7B-shaped" in table.markdown(rows)
+
+
+def test_a_quick_run_of_attention(
+    cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)  # minutes, on CPU tensors
+    options = ["--device", "cuda", "--quick", "--rounds", "1", "--out", str(tmp_path), "--only", "length 64"]
+    attention.main(options)
+    rows = table.read(tmp_path / "attention-gpu.jsonl")
+    directions = [f"{job}, {way}" for job in ("causal", "all visible") for way in ("forward", "backward")]
+    assert list(dict.fromkeys(row["what"] for row in rows)) == directions
+    missing = {row["provider"]: row["skipped"] for row in rows if row["skipped"]}
+    assert {*missing} == {"torch SDPA, efficient", "torch SDPA, cudnn", "FlexAttention", "flash-attn"}, "on a CPU"
+    for row in rows:
+        if not row["skipped"]:
+            products = 2 * 2 * 64 * 64 * 64 * (1 if "causal" in row["what"] else 2)
+            assert row["tflops"] == pytest.approx(2 * products * (2.5 if "back" in row["what"] else 1) / 1e-3 / 1e12)
+            assert row["extra_bytes"] == 2000
+            assert row["error"] <= 1
+    shown = capsys.readouterr().out
+    assert "TFLOP/s" in shown
+    assert "extra MiB" in shown
 
 
 @pytest.mark.parametrize(("missing", "left"), [("_triton_for", "halfstep"), ("_native_for", "halfstep, Triton")])
