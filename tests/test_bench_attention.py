@@ -5,6 +5,9 @@ Guards: a bound so wide that everything passes, memory of the wrong moment, a pr
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,3 +167,12 @@ def test_the_cases_and_their_operations() -> None:
     # two products of 2 operations for each score and dim
     assert attention.flop((2, 3, 10, 8), False, False) == 2 * 3 * 100 * 8 * 4
     assert attention.flop((2, 3, 10, 8), True, True) == 2 * 3 * 100 * 8 * 5
+
+
+def test_the_committed_rows_are_of_this_bench(root: Path) -> None:
+    lines = (root / "bench" / "results" / "attention.jsonl").read_text("utf-8").splitlines()
+    kept = [json.loads(line) for line in lines]
+    for provider, low, high in (("halfstep", 1.5, 2.1), ("torch SDPA, math", 3.5, 4.1)):
+        sizes = [r["extra_bytes"] for r in kept if r["provider"] == provider and r["what"] == "causal, forward"]
+        assert len(sizes) == 4
+        assert all(low <= long / short <= high for short, long in pairwise(sizes))

@@ -35,7 +35,9 @@ CHOSEN = (
 TRITON = {"TRITON_INTERPRET": "1"}
 # Interpreted, a step takes about a second: few modes of what is about the device. tests/interpreted has the rest
 INTERPRETED = (
-    "a_learning_rate_on_the_device or not kernels and not (gpu_steps and not (cast or under_the or misaligned)) "
+    "a_learning_rate_on_the_device or gpu_attention and (test_launches or its_own_dropout "
+    "or test_core and packed and bfloat16) "
+    "or not kernels and not gpu_attention and not (gpu_steps and not (cast or under_the or misaligned)) "
     "and not amsgrad and not states and not dtype1 and not float64 "
     "and not Adam] and not 10- and not (layouts and (plain or transposed or gaps)) "
     "and not ((test_steps or replays_are or step_waits or step_runs or of_a_step) and not split)"
@@ -100,7 +102,7 @@ def test_tests_of_one_backend_are_not_there_for_the_other(root: Path) -> None:
     assert not any("[native" in line for line in collected["triton"])
     native, triton = collected["native"], {line.replace("[triton", "[native") for line in collected["triton"]}
     assert len(native & triton) > 200
-    assert all("test_gpu_triton" in line for line in triton - native)
+    assert all("test_gpu_triton" in line or gpu_run.ATTENTION in line for line in triton - native)
     assert all("kernels.py" in line and ("launch" in line or "mixed" in line) for line in native - triton)
 
 
@@ -195,23 +197,28 @@ def test_all_parts_together_have_a_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tool", ["/opt/compute-sanitizer", None])
 @pytest.mark.parametrize("missing", [[], ["native"], ["triton"]], ids=str)
 def test_the_parts(tool: str | None, missing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests first, then the sanitizers if they are there, then both benches; their options exist."""
+    """Tests first, then the sanitizers if they are there, then the benches; their options exist."""
     monkeypatch.setattr(gpu_run.shutil, "which", lambda name: tool)
     monkeypatch.setattr(gpu_run, "why_not", lambda name: "not built" if name in missing else None)
     chosen, left_out = gpu_run.parts(tmp_path)
     there = [name for name in ("native", "triton") if name not in missing]
     checks = {"native": ["memcheck", "racecheck", "initcheck"], "triton": ["memcheck"]} if tool else {}
-    expected = [f"tests, {name}" for name in there]
+    expected = [test for name in there for test in (f"tests, {name}", *(["tests, attention"] * (name == "triton")))]
     expected += [f"{check}, {name}" for name in there for check in checks.get(name, [])]
-    assert [p.name for p in chosen] == [*expected, "bench optimizer", "bench cast"]
+    assert [p.name for p in chosen] == [*expected, "bench attention", "bench optimizer", "bench cast"]
     assert [line for line in left_out if "not built" in line] == [
         f"the tests of the backend {name!r} were not run: not built" for name in missing
     ]
     assert any("compute-sanitizer" in line for line in left_out) == (tool is None)
     assert sum(p.seconds for p in chosen) <= gpu_run.BUDGET + 100, "each limit is above what the part takes"
-    for p in chosen[: len(there)]:
-        assert p.command[p.command.index("--backend") + 1] == p.name.removeprefix("tests, ")
-    for p in chosen[-2:]:
+    for p in chosen:
+        if p.name.startswith("tests, "):
+            of_attention = p.name == "tests, attention"
+            backend_of = "triton" if of_attention else p.name.removeprefix("tests, ")
+            assert p.command[p.command.index("--backend") + 1] == backend_of
+            assert (p.command[-1] == gpu_run.ATTENTION) == of_attention, "each test in one of the parts"
+            assert p.command[-1].removeprefix("not ") == gpu_run.ATTENTION
+    for p in chosen[-3:]:
         options = p.command[p.command.index("bench") + 2 :]
         given = command._parser("x", "").parse_args(options)
         assert (given.device, given.out, given.quick) == ("cuda", tmp_path, False)

@@ -16,7 +16,7 @@ from emulated_cuda import EmulatedBackend
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.ops import backend, triton_gpu, triton_plan
+from halfstep.ops import backend, triton_attention, triton_gpu, triton_plan
 
 _PAUSE = 20_000_000  # clock cycles: some 10 ms
 
@@ -139,5 +139,6 @@ def kernels(events: Any, where: DeviceType) -> list[str]:
 def triton_kernels() -> frozenset[str]:
     if not triton_gpu.installed():
         return frozenset()
-    files = [found for found in vars(triton_plan.kernels()).values() if isinstance(found, ModuleType)]
+    families = triton_plan.kernels(), triton_attention.kernels()
+    files = [found for family in families for found in vars(family).values() if isinstance(found, ModuleType)]
     return frozenset(name for file in files for name in vars(file) if name.endswith("_kernel"))
