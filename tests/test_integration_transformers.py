@@ -157,6 +157,18 @@ def test_an_empty_static_cache() -> None:
     assert_within(*found, 2, torch.float32, "logits")
 
 
+def test_a_compiled_model_is_one_graph() -> None:
+    """Padded, so with the mask that transformers makes inside of the graph."""
+    given = {key: value for key, value in batch("left").items() if key != "labels"}
+    found = []
+    for attention, dtype in (("halfstep", torch.float32), ("by hand", torch.float64), ("sdpa", torch.float32)):
+        model = made("llama", attention, dtype).eval()
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if attention == "halfstep" else model
+        with torch.no_grad():
+            found.append(call(**given, use_cache=False).logits[given["attention_mask"] == 1].double())
+    assert_within(*found, 2, torch.float32, "logits")
+
+
 @OLD_NAMES
 def test_training_with_dropout_repeats_by_seed_and_under_checkpointing() -> None:
     def gradients(seed: int, checkpointing: bool = False, dropout: float = 0.3) -> list[Tensor]:

@@ -5,8 +5,9 @@ CPUs have no such unit and torch's 16-bit matmuls are slow there (many times slo
 `Matmul("upcast", ...)` keeps weights, activations and gradients in 16 bits, multiplies in float32 and rounds the
 result: the numerics of a tensor core, at the speed of float32.
 
-Attention is `hs.attention`, which does that by itself wherever it runs, or torch's `scaled_dot_product_attention`, for
-which it is done here.
+Attention is torch's `scaled_dot_product_attention`, for which that is done here, or `hs.attention`, which does it by
+itself. On a CPU both end in the same kernel, and hs.attention keeps 16 bits instead of 32 for the backward pass, at the
+price of converting again: some 3 % of a step of the small preset (2 shared 2.8 GHz cores), so it is not the default.
 """
 
 from __future__ import annotations
