@@ -79,6 +79,7 @@ def _sdpa(name: str, job: Job, q: Tensor) -> Attention:
 def _flex(job: Job, q: Tensor) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch.compiler.reset()  # after some shapes dynamo would compile no more, and hold the scores in memory
     compiled: Any = torch.compile(flex_attention, dynamic=False)
     length, block_mask = q.shape[2], None
     if job.causal:
