@@ -97,6 +97,16 @@ def test_other_tiles(backend, name: str, tile: tuple[int, int]) -> None:
         judge(drawn, computed(backend, drawn))
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("right", [None, 0, 1, 15, 16])
+@pytest.mark.parametrize("left", [None, 1, 16])
+def test_windows_that_end_with_a_block(backend, left: int | None, right: int | None) -> None:
+    """Or one before or after it: of queries, whose blocks lie at 0, 16 and 32, and of keys, with a shift of one."""
+    drawn = Case("ends", (34, 33), heads=(1, 1), left=left, right=right).draw(torch.float32)
+    with sizes(16, 16):
+        judge(drawn, computed(backend, drawn))
+
+
 ORDERED = {
     "dense": Case("dense", (35, 40), heads=(2, 1), bias="B11K", dropout_p=0.2, right=0),
     "varlen": Case("varlen", q_lengths=(17, 5), k_lengths=(33, 15), heads=(2, 1)),

@@ -24,6 +24,7 @@ EVERYTHING = [
     Case("full bias", (33, 17), heads=(2, 1), dims=(16, 40), bias="BHQK", mask="B11K", layout="transposed"),
     Case("segments", q_lengths=(3, 0, 35), k_lengths=(17, 4, 2), uncovered=(2, 3), heads=(2, 1), dims=(8, 24),
          right=0, alibi="BH", dropout_p=0.1, layout="transposed", d_out="expanded rows"),
+    Case("whole blocks", (32, 64), heads=(2, 1), dims=(24, 40)),
     Case("top left", (35, 17), heads=(2, 1), left=4, right=2, top_left=True, layout="expanded heads"),
 ]  # fmt: skip
 
@@ -113,6 +114,7 @@ FAR = {
     "batches": (2**33 + 2**10, 2**12, 2**6),
     "heads": (2**12, 2**31 + 2**10, 2**6),
     "rows": (2**8, 2**6, 2**23 - 8),  # the largest stride of rows that is not copied
+    "rows, copied": (2**8, 2**6, 2**27),
 }
 
 
