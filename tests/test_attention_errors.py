@@ -38,6 +38,7 @@ def ends(*numbers: int, dtype: torch.dtype = torch.int32) -> Tensor:
 Refused = tuple[dict[str, Any], type[Exception], str]
 TENSORS: list[Refused] = [
     ({"q": [1.0]}, TypeError, r"^q is \[1\.0\], a list; expected a tensor"),
+    ({"q": zeros(2, 4, 5, 16).numpy()}, TypeError, r"^q is a ndarray; expected a tensor"),
     ({"k": zeros(2, 2, 7, 16).to_sparse()}, TypeError, r"^k is sparse \(torch\.sparse_coo\); .* pass k\.to_dense\(\)"),
     ({"v": torch.nested.nested_tensor([zeros(2, 8)] * 2, layout=torch.jagged)}, TypeError,
      r"^v is a nested tensor; pass its values\(\) and offsets\(\) to hs\.attention_varlen"),
@@ -90,7 +91,7 @@ SETTINGS: list[Refused] = [
      r"^causal='upper': expected False, True \(the same as 'bottom-right'\) or 'top-left'"),
     ({"causal": None}, ValueError, r"^causal=None: expected False"),
     ({"window": -2}, ValueError,
-     r"^window=-2: expected None, a number of keys seen on each side, or \(left, right\); None and"),
+     r"^window=-2: expected None, an int \(keys seen on each side\) or \(left, right\) of ints; None and -1"),
     ({"window": (1, 2, 3)}, ValueError, r"^window=\(1, 2, 3\): expected"),
     ({"window": (1.5, 2)}, ValueError, r"^window=\(1\.5, 2\): expected"),
     ({"window": True}, ValueError, r"^window=True: expected"),

@@ -88,3 +88,15 @@ def test_compiled_for_what_changes_the_code(name: str) -> None:
 def test_compiled_for_each_dtype() -> None:
     forms = [recorded(dense(), dtype)[0] for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     assert len({str(form) for form in forms}) == 3
+
+
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_too_many_rows_are_refused_before_any_memory_is_asked_for(which: str) -> None:
+    call = Case("rows", (1, 1)).draw(BFLOAT16).call
+    names = "q" if which == "q" else "kv"
+    long = {name: getattr(call, name).to("meta").expand(2, 2, 2**29, 16) for name in names}
+    with pytest.raises(
+        ValueError,
+        match=r"^attention takes less than 2\^29 rows on a GPU, got \d+ queries and \d+ keys: split the call",
+    ):
+        triton_attention.forward(call._replace(**long))

@@ -27,7 +27,9 @@ def attention(
             256. Under torch.autocast q, k and v are cast to its dtype (float64 is not).
         k, v: [batch, kv_heads, key length, dim] of q's dtype. heads is a multiple of kv_heads, and query head h reads
             head h // (heads // kv_heads); nothing is expanded. v's dim may be another one.
-        mask: bool, broadcastable to [batch, heads, length, key length] (fewer dimensions too); True = is visible.
+        mask: bool, broadcastable to [batch, heads, length, key length] (fewer dimensions too: a padding mask [batch,
+            key length] is mask[:, None, None]); True = is visible. What is hidden has weight 0, by which its value is
+            still multiplied as elsewhere in torch: NaN and infinity do not belong in padding.
         causal: True or "bottom-right": the last query sees all keys, the one before it all but the last, and so on;
             "top-left": query i sees keys 0 to i. They differ where the lengths do. Some queries see nothing if there
             are more of them than keys.

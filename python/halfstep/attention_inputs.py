@@ -139,8 +139,8 @@ def read_window(causal: Any, window: Any) -> tuple[int | None, int | None, bool]
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2 or not all(side is None or (_is_int(side) and side >= -1) for side in sides):
         raise ValueError(
-            f"window={window!r}: expected None, a number of keys seen on each side, or (left, right); None and -1 are "
-            "no limit"
+            f"window={window!r}: expected None, an int (keys seen on each side) or (left, right) of ints; None and -1 "
+            "are no limit"
         )
     left, right = (None if side is None or side == -1 else side for side in sides)
     return left, (0 if causal else right), causal == "top-left"
@@ -205,10 +205,14 @@ def _number(value: Any, name: str) -> float:
         raise TypeError(f"{name} is {_kind(value)}; expected a Python number, which kernels take as a constant")
     if not -math.inf < value < math.inf:  # a comparison: torch.compile cannot trace isfinite of a variable
         raise ValueError(f"{name}={value!r}: expected a finite number")
-    return value  # type: ignore[return-value]
+    # 1 and 1.0 are the same number and two kernels; a size that torch.compile keeps open stays open
+    return value if isinstance(value, (torch.SymInt, torch.SymFloat)) else float(value)  # type: ignore[return-value]
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} and shape {tuple(value.shape)} on {value.device}"
-    return f"{value!r}, a {type(value).__name__}"
+    shown = repr(value)
+    article = "an" if type(value).__name__[0] in "aeiou" else "a"
+    named = f"{article} {type(value).__name__}"
+    return f"{shown}, {named}" if len(shown) < 60 and "\n" not in shown else named

@@ -7,6 +7,7 @@ gradient that nobody asked for; copies that were not needed, or needed and not m
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,27 @@ def test_tensors_are_copied_only_where_rows_are_not_aligned(backend, layout: str
     ours = call.q.data_ptr(), call.k.data_ptr(), call.v.data_ptr()
     copied = [name for name, a, b in zip("qkv", given[0], ours, strict=True) if a != b]
     assert copied == LAYOUTS[layout]
+
+
+def test_rows_far_apart_are_written_side_by_side_and_copied(backend, monkeypatch) -> None:
+    """What a tile's 32-bit offsets cannot reach: results of more than 2^31 elements, the rows slowest."""
+    from halfstep.triton_kernels.attention import launch
+
+    monkeypatch.setattr(launch, "_STRIDE", 20)  # elements; rows here are 32 apart, side by side 16
+    written: list[Tensor] = []
+    drawn = Case("far", (17, 35), layout="transposed", d_out="transposed", bias="1H1K").draw(torch.float32)
+
+    def note(arguments: Any) -> None:
+        written.extend(x for x in arguments if isinstance(x, Tensor) and x.ndim == 4)
+
+    with launches(before=note):
+        results = computed(backend, drawn)
+    assert {x.stride(2) for x in written} == {16}
+    judge(drawn, results)
+    for name in ("out", "dq", "dk", "dv"):
+        result = results[name]
+        assert result is not None
+        assert result.stride(2) == 32
 
 
 # ---- beyond 2^31 elements --------------------------------------------------------------------------------------------

@@ -29,12 +29,17 @@ def plain(n: int) -> int:
     return 4 * n + 2
 
 
+def reachable(x: Tensor) -> bool:
+    """Whether the rows of a tile lie within int32 of each other."""
+    return x.stride(2) < _STRIDE
+
+
 def movable(x: Tensor) -> Tensor:
     """x, or a copy of it: the last dim contiguous, all else at multiples of 8 elements and of 16 bytes."""
     strides = x.stride()
     steps = [step for step, size in zip(strides[:-1], x.shape[:-1], strict=True) if size > 1]
     good = strides[-1] == 1 and x.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in steps)
-    return x if good and strides[-2] < _STRIDE else x.clone(memory_format=torch.contiguous_format)
+    return x if good and reachable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 class Operands(NamedTuple):

@@ -32,7 +32,8 @@ _NUMBERS = AttentionCall._fields.index("scale")  # the tensors come before
 
 def attention(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call, differentiable in q, k, v and bias."""
-    if torch.compiler.is_compiling():
+    # A trace of what a backend does would keep today's lengths
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return torch.ops.halfstep.attention(*call)[:2]
     if _wants_gradient(call):
         return _Attention.apply(*call)[:2]  # type: ignore[return-value, index]
@@ -47,12 +48,17 @@ def _wants_gradient(call: AttentionCall) -> bool:
 
 
 def _unwatched(tensors: Sequence[Any]) -> bool:
-    """True if the dispatcher would only hand these on: no mode, transformation or subclass has a say, no lazy sign."""
+    """True if the dispatcher would only hand these on: no mode, transformation or subclass has a say, none is lazy."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
-        and all(t is None or (type(t) in _PLAIN and not t.is_neg() and not t.is_meta) for t in tensors)
+        and all(t is None or (type(t) in _PLAIN and not _lazy(t) and not t.is_meta) for t in tensors)
     )
+
+
+def _lazy(t: Tensor) -> bool:
+    """The memory, if there is any, does not have the numbers: signs that are yet to be turned, autograd's zeros."""
+    return t.is_neg() or t._is_zerotensor()
 
 
 def _forward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:

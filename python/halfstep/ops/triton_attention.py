@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -22,6 +23,7 @@ def kernels() -> Any:
 
 def forward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """(out, LSE, log_sum), as every backend's attention_forward."""
+    _check_lengths(call)
     q = call.q
     out = empty_like_order(q, (*call.stat_shape, call.v.shape[3]))
     stat = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -31,7 +33,9 @@ def forward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
         out.zero_()
         lse.fill_(-torch.inf)
     if out.numel():
-        kernels().forward(_operands(call), out, lse, None if call.bias is None else log_sum)
+        written = _place(out)
+        kernels().forward(_operands(call), written, lse, None if call.bias is None else log_sum)
+        _fill((out,), (written,))
     return out, lse, log_sum
 
 
@@ -42,34 +46,53 @@ def backward(
     """Gradients of q, k, v and the bias, as every backend's attention_backward."""
     launch = kernels()
     inputs = (call.q, call.k, call.v)
-    fresh = torch.zeros_like if call.varlen or not out.numel() or not call.k.numel() else torch.empty_like
-    d_q, d_k, d_v = (
-        fresh(empty_like_order(t, t.shape)) if needed else None for t, needed in zip(inputs, needs, strict=False)
-    )
-    if not out.numel() or not call.k.numel():
-        return d_q, d_k, d_v, torch.zeros_like(call.bias) if call.bias is not None and needs[3] else None
+    nothing = not out.numel() or not call.k.numel()
+    made = [empty_like_order(t, t.shape) if needed else None for t, needed in zip(inputs, needs, strict=False)]
+    for gradient in made:
+        if gradient is not None and (nothing or call.varlen):  # rows of no segment
+            gradient.zero_()
+    if nothing:
+        d_bias = call.bias.new_zeros(call.bias.shape) if call.bias is not None and needs[3] else None
+        return made[0], made[1], made[2], d_bias
     a = _operands(call)
     d_out = launch.movable(d_out)
     stats = launch.row_stats(
         a, launch.movable(out), d_out, lse, None if call.bias is None else log_sum,
         None if d_lse is None else d_lse.contiguous(),
     )  # fmt: skip
+    d_q, d_k, d_v = places = [None if gradient is None else _place(gradient) for gradient in made]
     if d_k is not None or d_v is not None:
         launch.keys(a, d_out, stats, d_k, d_v)
     if d_q is not None:
         launch.queries(a, d_out, stats, d_q)
+    _fill(made, places)
     d_bias = launch.bias(a, d_out, stats, call.bias) if call.bias is not None and needs[3] else None
-    return d_q, d_k, d_v, d_bias
+    return made[0], made[1], made[2], d_bias
+
+
+def _place(x: Tensor) -> Tensor:
+    """Where kernels write x: itself, or a contiguous copy if its rows lie too far apart for them."""
+    return x if kernels().reachable(x) else x.contiguous()
+
+
+def _fill(tensors: Sequence[Tensor | None], places: Sequence[Tensor | None]) -> None:
+    for x, place in zip(tensors, places, strict=True):
+        if x is not None and place is not None and place is not x:
+            x.copy_(place)
+
+
+def _check_lengths(call: AttentionCall) -> None:
+    longest = kernels().LONGEST
+    if max(call.q.shape[2], call.k.shape[2]) >= longest:
+        raise ValueError(
+            f"attention takes less than 2^29 rows on a GPU, got {call.q.shape[2]} queries and {call.k.shape[2]} keys: "
+            "split the call"
+        )
 
 
 def _operands(call: AttentionCall) -> Any:
     launch = kernels()
     q, k, v = (launch.movable(t) for t in (call.q, call.k, call.v))
-    if max(q.shape[2], k.shape[2]) >= launch.LONGEST:
-        raise ValueError(
-            f"attention takes less than 2^29 rows on a GPU, got {q.shape[2]} queries and {k.shape[2]} keys: "
-            "split the call"
-        )
     segments = q.shape[0] if call.cu_seqlens_q is None else call.cu_seqlens_q.numel() - 1
     sizes = (segments, q.shape[1], q.shape[2], k.shape[2])
     rules, is_plain = launch.rules(
