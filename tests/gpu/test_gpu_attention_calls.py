@@ -198,7 +198,7 @@ def test_launches(gpu: Any) -> None:
     assert sorted(made) == ["delta_kernel", "forward_kernel", "keys_kernel", "queries_kernel"]
 
 
-# ---- segments that cannot be -----------------------------------------------------------------------------------------
+# ---- what cannot be -------------------------------------------------------------------------------------------------
 @pytest.mark.real_gpu
 @pytest.mark.parametrize("ends", [[0, 200, 100, 300], [0, 100, 400], [-5, 100, 300]], ids=str)
 def test_bad_segments_are_nan(gpu: Any, ends: list[int]) -> None:
@@ -210,3 +210,16 @@ def test_bad_segments_are_nan(gpu: Any, ends: list[int]) -> None:
     gpu.synchronize()
     for x in (out, *gradients):
         assert x.isnan().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (4, 2), "softcap": 9.0}], ids=str)
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_rows_that_see_nan_are_nan(gpu: Any, which: str, options: dict[str, Any]) -> None:
+    """And no others: maxima of a GPU pass over NaN, a score that is hidden is not one."""
+    inputs = [x.detach() for x in qkv(gpu, length(gpu, 300))]
+    inputs["qk".index(which)][1, 1, 5, 3] = float("nan")
+    with used(gpu):
+        found = hs.attention(*inputs, return_lse=True, **options)
+    for x, expected in zip(found, hs.attention(*(x.cpu() for x in inputs), return_lse=True, **options), strict=True):
+        assert expected.isnan().any()
+        assert torch.equal(x.isnan().cpu(), expected.isnan())
