@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from attention_case import Case
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from halfstep.ops.attention_call import AttentionCall
 from halfstep.reference.attention import attention, dropout_words
@@ -138,6 +140,33 @@ def test_as_the_formula_of_one_entry(case: Case) -> None:
     d_lse = torch.linspace(-1, 1, lse.numel(), dtype=torch.float64).view_as(lse)
     total, expected_total = ((a * d_out).sum() + (b * d_lse).sum() for a, b in ((out, lse), (expected, expected_lse)))
     same(ours, theirs, total, expected_total, torch.ones((), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("case", [FLEX[0], FLEX[2], FLEX[-1]], ids=lambda case: case.name)
+def test_as_torchs_flexattention(case: Case) -> None:
+    """Itself, whose CPU form has no gradient; the formula above stands in for it where it takes long to start."""
+    call, _, _ = case.draw(torch.float64)
+    Lq, Lk = call.q.shape[2], call.k.shape[2]
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        place = i + Lk - Lq
+        if call.softcap:
+            score = call.softcap * torch.tanh(score / call.softcap)
+        if call.bias is not None:
+            score = score + call.bias[b, h, i, j]
+        if call.alibi_slopes is not None:
+            slope = call.alibi_slopes[b, h] if call.alibi_slopes.ndim == 2 else call.alibi_slopes[h]
+            score = score - slope.double() * (place - j).abs()
+        return torch.where(j > place, -math.inf, score) if call.right == 0 else score
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow without a compiler
+        expected, aux = flex_attention(
+            call.q, call.k, call.v, score_mod, scale=call.scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+        )
+    out, lse, _ = attention(call)
+    torch.testing.assert_close(out, expected, **CLOSE)
+    torch.testing.assert_close(lse, aux.lse, **CLOSE)
 
 
 def test_by_hand() -> None:

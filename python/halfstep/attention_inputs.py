@@ -142,7 +142,8 @@ def read_window(causal: Any, window: Any) -> tuple[int | None, int | None, bool]
             f"window={window!r}: expected None, an int (keys seen on each side) or (left, right) of ints; None and -1 "
             "are no limit"
         )
-    left, right = (None if side is None or side == -1 else side for side in sides)
+    # no tensor has 2^31 rows on a side; an operator's integers have 64 bits
+    left, right = (None if side is None or side == -1 or side >= 2**31 else side for side in sides)
     return left, (0 if causal else right), causal == "top-left"
 
 

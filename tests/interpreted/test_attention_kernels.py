@@ -102,7 +102,7 @@ def test_other_tiles(backend, name: str, tile: tuple[int, int]) -> None:
 @pytest.mark.parametrize("left", [None, 1, 16])
 def test_windows_that_end_with_a_block(backend, left: int | None, right: int | None) -> None:
     """Or one before or after it: of queries, whose blocks lie at 0, 16 and 32, and of keys, with a shift of one."""
-    drawn = Case("ends", (34, 33), heads=(1, 1), left=left, right=right).draw(torch.float32)
+    drawn = Case("ends", (34, 33), heads=(2, 1), left=left, right=right).draw(torch.float32)
     with sizes(16, 16):
         judge(drawn, computed(backend, drawn))
 
