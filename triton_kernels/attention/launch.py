@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import backward as second
 from . import bias as biases
+from . import choices
 from . import forward as first
 from .scores import LOG2E, Rules, Stats
 from .segments import Config
@@ -57,10 +58,14 @@ class Operands(NamedTuple):
     shared_memory: int  # bytes that a program may have; 0 is the interpreter
 
     @property
-    def is_heavy(self) -> bool:
-        """Whether scores need more than a scale and a range."""
-        r = self.rules
-        return not self.is_plain or r.mask is not None or r.seed is not None
+    def kind(self) -> str:
+        """Of work, as tiles.py sorts it."""
+        if self.q.element_size() > 2:
+            return "tf32" if self.precision == "tf32" else "exact"
+        d_k, d_v = self.q.shape[3], self.v.shape[3]
+        padded = max(_width(d_k), _width(d_v)) <= 64 and (_width(d_k), _width(d_v)) != (d_k, d_v)
+        plain = self.is_plain and self.rules.mask is None and self.rules.seed is None and not padded
+        return "plain" if plain else "heavy"
 
     @property
     def segments(self) -> int:
@@ -79,7 +84,18 @@ class Operands(NamedTuple):
 
     def tile(self, kernel: str) -> Tile:
         width = max(_width(self.q.shape[3]), _width(self.v.shape[3]))
-        return tile(kernel, width, self.q.element_size(), self.is_heavy, self.shared_memory)
+        if choices.anything():
+            return choices.tile_of(self._work(kernel), width, self.shared_memory)
+        return tile(kernel, width, self.kind, self.shared_memory)
+
+    def _work(self, kernel: str) -> choices.Work:
+        q, v = self.q, self.v
+        rules = [name for name, value in self.rules._asdict().items() if value is not None]
+        lengths = (self.segments, q.shape[2], self.k.shape[2])
+        return choices.Work(
+            str(q.device), kernel, (q.shape[3], v.shape[3]), str(q.dtype), self.kind,
+            tuple(rules if self.cu_q is None else [*rules, "cu_seqlens"]), tuple(map(choices.bucket, lengths)),
+        )  # fmt: skip
 
     def config(self, t: Tile) -> Config:
         d_k, d_v = self.q.shape[3], self.v.shape[3]
@@ -191,7 +207,7 @@ def rules(
         scale=scale,
         softcap=softcap or None,
         left=None if left is None else plain(min(left, LONGEST - 1)),
-        right=None if right is None else plain(min(right, LONGEST - 1)),
+        right=plain(LONGEST - 1 if right is None else min(right, LONGEST - 1)),  # one kernel, causal or not
         mask=None if mask is None else mask.view(torch.uint8),
         mask_strides=steps(mask),
         bias=bias,

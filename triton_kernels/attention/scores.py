@@ -21,7 +21,7 @@ class Rules(NamedTuple):
     scale: Any
     softcap: Any
     left: Any
-    right: Any
+    right: Any  # always there: causal or not is one kernel
     mask: Any  # uint8
     mask_strides: Any  # of segment, head, query, key; the last is None if it is 1
     bias: Any
@@ -183,9 +183,7 @@ class Limits(NamedTuple):
 @triton.jit
 def key_limits(i, at, rules):
     """Keys that queries i see."""
-    high = tl.zeros_like(i) + (at.k_length - 1)
-    if rules.right is not None:
-        high = tl.minimum(i + (at.shift + number(rules.right)), high)
+    high = tl.minimum(i + (at.shift + number(rules.right)), at.k_length - 1)
     if rules.left is None:
         return Limits(None, high)
     else:
@@ -195,12 +193,11 @@ def key_limits(i, at, rules):
 @triton.jit
 def query_limits(j, at, rules):
     """Queries that see keys j. Those that do not exist have probability 0 (`row_stat`), and nobody stores such keys."""
-    low, high = None, None
-    if rules.right is not None:
-        low = j - (at.shift + number(rules.right))
-    if rules.left is not None:
-        high = j - (at.shift - number(rules.left))
-    return Limits(low, high)
+    low = j - (at.shift + number(rules.right))
+    if rules.left is None:
+        return Limits(low, None)
+    else:
+        return Limits(low, j - (at.shift - number(rules.left)))
 
 
 @triton.jit
@@ -252,13 +249,12 @@ def position(step, r, WHOLE: tl.constexpr):
 def key_range(first, at, rules, C: tl.constexpr):
     """Keys that a block of queries sees."""
     last = tl.minimum(first + C.BLOCK_M, at.q_length) - 1
-    begin, whole_begin, whole_end, end = first * 0, first * 0, at.k_length, at.k_length
+    begin, whole_begin = first * 0, first * 0
     if rules.left is not None:
         begin = tl.maximum(first + at.shift - number(rules.left), 0) // C.BLOCK_N * C.BLOCK_N
         whole_begin = tl.cdiv(tl.maximum(last + at.shift - number(rules.left), 0), C.BLOCK_N) * C.BLOCK_N
-    if rules.right is not None:
-        end = tl.minimum(at.k_length, tl.maximum(last + at.shift + number(rules.right) + 1, 0))
-        whole_end = tl.minimum(at.k_length, tl.maximum(first + at.shift + number(rules.right) + 1, 0))
+    end = tl.minimum(at.k_length, tl.maximum(last + at.shift + number(rules.right) + 1, 0))
+    whole_end = tl.minimum(at.k_length, tl.maximum(first + at.shift + number(rules.right) + 1, 0))
     return Range(begin, whole_begin, tl.maximum(whole_end // C.BLOCK_N * C.BLOCK_N, whole_begin), end)
 
 
@@ -266,10 +262,9 @@ def key_range(first, at, rules, C: tl.constexpr):
 def query_range(first, at, rules, C: tl.constexpr):
     """Queries that see a block of keys."""
     last = tl.minimum(first + C.BLOCK_N, at.k_length) - 1
-    begin, whole_begin, whole_end, end = first * 0, first * 0, at.q_length, at.q_length
-    if rules.right is not None:
-        begin = tl.maximum(first - at.shift - number(rules.right), 0) // C.BLOCK_M * C.BLOCK_M
-        whole_begin = tl.cdiv(tl.maximum(last - at.shift - number(rules.right), 0), C.BLOCK_M) * C.BLOCK_M
+    whole_end, end = at.q_length, at.q_length
+    begin = tl.maximum(first - at.shift - number(rules.right), 0) // C.BLOCK_M * C.BLOCK_M
+    whole_begin = tl.cdiv(tl.maximum(last - at.shift - number(rules.right), 0), C.BLOCK_M) * C.BLOCK_M
     if rules.left is not None:
         end = tl.minimum(at.q_length, tl.maximum(last - at.shift + number(rules.left) + 1, 0))
         whole_end = tl.minimum(at.q_length, tl.maximum(first - at.shift + number(rules.left) + 1, 0))
