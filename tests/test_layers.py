@@ -22,6 +22,7 @@ LAYERS = [
     ["cli", "bench"],
     ["doctor", "integrations", "planner"],
     ["accumulate", "activations"],
+    ["attention_tuning"],
     ["optim", "scaler", "attention", "nn", "cast", "gradients"],
     ["fused_adam"],
     [

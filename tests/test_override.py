@@ -84,7 +84,8 @@ def test_every_public_function_goes_through_it(call, expected, target):
 
 def test_every_public_function_is_here():
     tested = {name.split(",")[0] for name in CALLS}
-    assert tested == {name for name in hs.__all__ if not name.startswith("__")}
+    # tune_attention has something to do on Triton's kernels alone, which it reaches through attention
+    assert tested == {name for name in hs.__all__ if not name.startswith("__")} - {"tune_attention"}
 
 
 def test_scaler_that_unscales_first():

@@ -3,6 +3,7 @@
 from . import integrations as integrations
 from ._version import __version__
 from .attention import attention, attention_varlen
+from .attention_tuning import tune_attention
 from .cast import accumulate_, cast_
 from .gradients import clip_grad_norm_, grad_stats, l2_norms, unscale_
 from .optim import Adam, AdamW
@@ -20,5 +21,6 @@ __all__ = [
     "clip_grad_norm_",
     "grad_stats",
     "l2_norms",
+    "tune_attention",
     "unscale_",
 ]

@@ -94,6 +94,13 @@ def choose_attention(device: torch.device) -> Any:
     return chosen
 
 
+def why_no_triton_attention(device: torch.device) -> str | None:
+    """Why attention does not run on Triton's kernels there; None if it does, or if an override has its place."""
+    if _override is not None:
+        return None
+    return "Triton's kernels run on GPUs" if device.type == "cpu" else triton_gpu.why_not(device)
+
+
 def _triton_for(device: torch.device) -> tuple[Any, str | None]:
     why_not = triton_gpu.why_not(device)
     return (None if why_not else triton_gpu.of_device(device)), why_not
