@@ -1,9 +1,10 @@
 """`make gate`: compiles everything that can be compiled here, for every target, warnings as errors.
 
 The host's instruction sets always; NEON when the cross compiler is installed, the CUDA kernels for every architecture
-when nvcc is, the Triton kernels likewise when Triton is (minutes, the first time). Exits with 1 if something does not
-compile or holds what it may not (tests/kernel_objects.py, tests/compiled/rules.py, amd_rules.py); a missing compiler is
-said, not failed. Lowers the kernels' register budgets to what they need and writes docs/kernels.md.
+when nvcc is, the Triton kernels likewise when Triton is (half an hour, the first time). Exits with 1
+if something does not compile or holds what it may not (tests/kernel_objects.py, tests/compiled/rules.py, amd_rules.py,
+attention_rules.py); a missing compiler is said, not failed. Lowers the kernels' budgets to what they need and writes
+docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def main() -> int:
         print("aarch64  neon      not checked: no cross compiler (Debian, Ubuntu: apt install g++-aarch64-linux-gnu)")
     good = cuda_gate.check() and good
     if importlib.util.find_spec("triton"):
-        from compiled import triton_gate
+        from compiled import attention_gate, triton_gate
 
         good = triton_gate.check() and good
+        good = attention_gate.check() and good
     else:
         print("Triton   -         not checked: Triton is not installed (pip install triton)")
     return 0 if good else 1

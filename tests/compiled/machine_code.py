@@ -139,12 +139,21 @@ def _compile_and_read(source: Path, arch: int, flags: list[str]) -> dict[str, Ke
     return {names[mangled]: replace(kernel, spills=spills[mangled]) for mangled, kernel in read.items()}
 
 
-def read_cubin(cubin: Path) -> dict[str, Kernel]:
-    """Every kernel of a cubin, by its mangled name; of spills only whether there are any (bytes: of one access)."""
-    usage = _output(binary_tool("cuobjdump"), "-res-usage", str(cubin))
+def sass(cubin: Path) -> dict[str, str]:
+    """The code of every kernel of a cubin, by its mangled name."""
     code = _output(binary_tool("nvdisasm"), "-c", str(cubin))
+    return dict(re.findall(r"^\.text\.(\w+):\n(.*?)(?=^\.text\.|\Z)", code, re.DOTALL | re.MULTILINE))
+
+
+def read_cubin(cubin: Path, code: dict[str, str] | None = None) -> dict[str, Kernel]:
+    """Every kernel of a cubin, by its mangled name; of spills only whether there are any (bytes: of one access).
+
+    Args:
+        code: its `sass`, if that is known.
+    """
+    usage = _output(binary_tool("cuobjdump"), "-res-usage", str(cubin))
     elf = _output(binary_tool("cuobjdump"), "-elf", str(cubin))
-    bodies = dict(re.findall(r"^\.text\.(\w+):\n(.*?)(?=^\.text\.|\Z)", code, re.DOTALL | re.MULTILINE))
+    bodies = code or sass(cubin)
     used = re.findall(r"Function (\w+):\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     return {
         mangled: Kernel(

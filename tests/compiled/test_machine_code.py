@@ -96,19 +96,30 @@ def test_the_gate_lowers_the_budget_and_never_raises_it() -> None:
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
+def budgets() -> list[dict[str, Any]]:
+    return [
+        read_budget(path) for path in (kernel_table.BUDGET, kernel_table.TRITON_BUDGET, kernel_table.ATTENTION_BUDGET)
+    ]
+
+
 def test_the_table_follows_from_the_budget() -> None:
-    expected = kernel_table.markdown(read_budget(), read_budget(kernel_table.TRITON_BUDGET))
+    expected = kernel_table.markdown(*budgets())
     assert kernel_table.DOCUMENT.read_text("utf-8") == expected, "run `make gate`"
 
 
 def test_a_table_of_another_budget_differs() -> None:
-    budget, triton = read_budget(), read_budget(kernel_table.TRITON_BUDGET)
-    shown = kernel_table.markdown(budget, triton)
-    for entry in (budget["kernels"]["update_kernel<Plain>"], triton["kernels"]["scale_kernel<float16>"]):
-        before, entry["registers"] = entry["registers"], {**entry["registers"], "90": 255}
-        assert kernel_table.markdown(budget, triton) != shown
-        entry["registers"] = before
-    assert kernel_table.markdown(budget, triton) == shown
+    cuda, triton, attention = budgets()
+    shown = kernel_table.markdown(cuda, triton, attention)
+    for budget, name, target in (
+        (cuda, "update_kernel<Plain>", "90"),
+        (triton, "scale_kernel<float16>", "90"),
+        (attention, "forward_kernel<bfloat16, 64, causal>", "sm_90"),
+    ):
+        registers = budget["kernels"][name]["registers"]
+        before, registers[target] = registers[target], 9999
+        assert kernel_table.markdown(cuda, triton, attention) != shown
+        registers[target] = before
+    assert kernel_table.markdown(cuda, triton, attention) == shown
     assert "prediction, not a" in shown
     assert "| `update_kernel<Bf16Master>` | bfloat16, float32 master | 30 | 6.25 |" in shown  # 30e9 bytes / 4.8e12
 

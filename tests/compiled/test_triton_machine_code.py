@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import triton
+from compiled import attention_modes
 from compiled.gpus import AMD_GPUS, occupancy
 from compiled.machine_code import ToolError, binary_tool
 from compiled.rules import read_budget
@@ -76,14 +77,15 @@ def test_the_budget_is_whole() -> None:
 
 
 def test_every_kernel_is_among_the_modes() -> None:
-    names = [module.name for module in pkgutil.iter_modules(triton_kernels.__path__)]
-    modules = [importlib.import_module(f"{triton_kernels.__name__}.{name}") for name in names]
+    found = pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}.")
+    modules = [importlib.import_module(module.name) for module in found]
     kernels = {
         name for module in modules for name, value in vars(module).items()
         if name.endswith("_kernel") and isinstance(value, triton.JITFunction)
     }  # fmt: skip
-    assert kernels == {launch.kernel for launch in recorded("sm_90").values()}
-    assert len(kernels) >= 11
+    launches = [*recorded("sm_90").values(), *attention_modes.recorded("sm_90").values()]
+    assert kernels == {launch.kernel for launch in launches}
+    assert len(kernels) >= 16
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])

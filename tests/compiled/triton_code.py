@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from compiled.machine_code import CACHE, Kernel, read_cubin
+from compiled.machine_code import CACHE, Kernel, read_cubin, sass
 from compiled.triton_launches import TARGETS, Launch
 from triton.compiler import ASTSource
 
@@ -30,7 +30,7 @@ class Compiled:
     conversions: int  # of layouts within loops over whole tiles: through shared memory, or by shuffles
     ptx: str  # of NVIDIA's targets
     llvm: str  # LLVM IR after its passes, of AMD's
-    assembly: str  # likewise
+    assembly: str  # likewise; SASS of NVIDIA's
 
 
 def compiled(launch: Launch, target: str) -> Compiled:
@@ -46,7 +46,8 @@ def compiled_function(function: Any, launch: Launch, target: str) -> Compiled:
     threads = launch.options["num_warps"] * TARGETS[target].warp_size
     if "cubin" in made.asm:
         ptx = str(made.asm["ptx"])
-        return Compiled(_of_nvidia(made.asm["cubin"], ptx, shared), conversions, ptx, "", "")
+        kernel, code = _of_nvidia(made.asm["cubin"], ptx, shared)
+        return Compiled(kernel, conversions, ptx, "", code)
     llvm, assembly = str(made.asm["llir"]), str(made.asm["amdgcn"])
     return Compiled(_of_amd(llvm, assembly, shared, threads), conversions, "", llvm, assembly)
 
@@ -68,18 +69,24 @@ def _tile(launch: Launch) -> int:
 
 
 # ---- machine code ----------------------------------------------------------------------------------------------------
-def _of_nvidia(cubin: Any, ptx: str, shared: int) -> Kernel:
+def _of_nvidia(cubin: Any, ptx: str, shared: int) -> tuple[Kernel, str]:
+    """And its SASS."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        (kernel,) = read_cubin(path).values()
-    return replace(kernel, shared=kernel.shared + shared, loads=vectors("ld", ptx), stores=vectors("st", ptx))
+        code = sass(path)
+        (kernel,) = read_cubin(path, code).values()
+    loads, stores = vectors("ld", ptx), vectors("st", ptx)
+    return replace(kernel, shared=kernel.shared + shared, loads=loads, stores=stores), "".join(code.values())
 
 
 def vectors(operation: str, ptx: str) -> dict[str, int]:
     """Bits -> number of vector accesses to global memory. Scalars are left out: every table is read by them."""
     found = re.findall(rf"\b{operation}\.global[\w.:]*\.v(\d)\.[a-z](\d+)", ptx)
-    return dict(sorted(Counter(str(int(count) * int(bits)) for count, bits in found).items()))
+    widths = Counter(str(int(count) * int(bits)) for count, bits in found)
+    if operation == "ld":  # what goes to shared memory without a register
+        widths["128"] += len(re.findall(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* [^;]*, 0x10\b", ptx))
+    return dict(sorted((+widths).items()))
 
 
 def _of_amd(llvm: str, assembly: str, shared: int, threads: int) -> Kernel:
@@ -106,7 +113,10 @@ def aligned_vectors(operation: str, llvm: str) -> dict[str, int]:
     """As `vectors`, from LLVM IR; a vector that is not aligned as a whole would be split."""
     found = re.findall(rf"\b{operation} <([2-9]|\d\d+) x (\w+)>.* addrspace\(1\) .*align (\d+)", llvm)
     wide = [(int(count) * (_BITS.get(kind) or int(kind[1:])), int(align)) for count, kind, align in found]
-    return dict(sorted(Counter(str(bits) for bits, align in wide if align * 8 >= bits).items()))
+    widths = Counter(str(bits) for bits, align in wide if align * 8 >= bits)
+    for count, bits in re.findall(rf"\braw\.ptr\.buffer\.{operation}\.v(\d)[if](\d+)\(", llvm):
+        widths[str(int(count) * int(bits))] += 1
+    return dict(sorted(widths.items()))
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
