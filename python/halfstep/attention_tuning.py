@@ -34,6 +34,10 @@ def tune_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> dict[str,
     Raises:
         RuntimeError: Triton's kernels do not run on this device.
         TypeError, ValueError: as `attention`.
+
+    Example:
+        >>> q = torch.randn(2, 8, 1024, 64, device="cuda" if torch.cuda.is_available() else "cpu")
+        >>> tiles = hs.tune_attention(q, q, q, causal=True) if q.is_cuda else {}  # before a training with such calls
     """
     why_not = why_no_triton_attention(q.device)
     if why_not is not None:
