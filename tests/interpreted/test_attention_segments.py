@@ -16,7 +16,7 @@ from interpreter import no_overflow, strays
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LENGTHS = Case("lengths", q_lengths=(5, 40, 7), k_lengths=(9, 33, 20), heads=(2, 1), right=0, d_lse=True)
+LENGTHS = Case("lengths", q_lengths=(9, 33, 20), k_lengths=(5, 40, 7), heads=(2, 1), right=0, d_lse=True)
 WRONG = {
     "down": (0, 40, 20, 52),
     "down to the end": (0, 30, 52, 40),
