@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from . import devices
 from .attention_call import AttentionCall, empty_like_order
@@ -188,19 +187,3 @@ define(
 )
 torch.library.register_autograd("halfstep::attention", _backward, setup_context=_setup_context)
 torch.library.register_autograd("halfstep::attention_backward", _no_second_derivative)
-
-
-# ---- FLOPs, as FlopCounterMode counts torch's own attention: all scores, masked or not -------------------------------
-@register_flop_formula(torch.ops.halfstep.attention)
-def _forward_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: Any, **__: Any) -> int:
-    """Two products: q k^T, P v."""
-    return 2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3])
-
-
-@register_flop_formula(torch.ops.halfstep.attention_backward)
-def _backward_flops(
-    d_out: torch.Size, d_lse: Any, out: Any, lse: Any, log_sum: Any, needs: Any, q: torch.Size, k: torch.Size,
-    v: torch.Size, *_: Any, **__: Any,
-) -> int:  # fmt: skip
-    """Five products: q k^T once more, P^T d_out, d_out v^T, dS k, dS^T q."""
-    return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
