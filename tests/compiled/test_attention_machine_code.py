@@ -19,7 +19,7 @@ from compiled.attention_rules import SLACK, complaints, matrix_complaints, memor
 from compiled.matrix_loops import matrix_loops, whole_block_loop
 from compiled.planted_dots import planted_dots_kernel
 from compiled.rules import read_budget
-from compiled.triton_code import VERSION, Compiled, compiled
+from compiled.triton_code import Compiled, compiled
 from compiled.triton_gate import COMPILER
 from compiled.triton_launches import recording
 
@@ -29,11 +29,12 @@ pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="TRITON_I
 OLDEST_TOO = [
     ("sm_90", "forward_kernel<bfloat16, 64, causal>"),
     ("sm_80", "queries_kernel<bfloat16, 64, causal>"),
+    ("sm_90", "keys_kernel<bfloat16, 64, causal>"),
+    ("sm_80", "bias_kernel<bfloat16, 64, bias>"),
     ("gfx942", "delta_kernel<bfloat16, 64, causal>"),
 ]
 PINNED = [
     ("sm_90", "forward_kernel<bfloat16, 128, causal>"),
-    ("sm_90", "keys_kernel<bfloat16, 64, causal>"),
     ("sm_90", "keys_kernel<bfloat16, 128, causal>"),
     ("sm_90", "queries_kernel<bfloat16, 128, causal>"),
     ("sm_90", "queries_kernel<float16, 64, causal>"),
@@ -41,7 +42,6 @@ PINNED = [
     ("sm_90", "forward_kernel<bfloat16, 64, varlen>"),
     ("sm_80", "forward_kernel<bfloat16, 64, causal>"),
     ("sm_80", "keys_kernel<bfloat16, 64, dropout>"),
-    ("sm_80", "bias_kernel<bfloat16, 64, bias>"),
     ("sm_100", "forward_kernel<bfloat16, 64, causal>"),
     ("sm_100", "keys_kernel<bfloat16, 64, causal>"),
     ("sm_120", "forward_kernel<bfloat16, 64, causal>"),
@@ -49,13 +49,8 @@ PINNED = [
 ]
 
 
-# Triton 3.6 takes no None in what a function returns, and no plain int in the shape of tl.zeros
-OLD = pytest.mark.xfail(VERSION.startswith("3.6."), reason="Triton 3.6 does not compile these kernels yet", strict=True)
-COMPILED = [pytest.param(*of, marks=[] if of[1].startswith("delta") else [OLD]) for of in OLDEST_TOO]
-
-
 @pytest.mark.parametrize(
-    ("target", "name"), [*COMPILED, *(pytest.param(*pinned, marks=pytest.mark.newest) for pinned in PINNED)]
+    ("target", "name"), [*OLDEST_TOO, *(pytest.param(*pinned, marks=pytest.mark.newest) for pinned in PINNED)]
 )
 def test_a_kernel_keeps_every_rule(target: str, name: str) -> None:
     launch, budget = recorded(target)[name], read_budget(BUDGET)

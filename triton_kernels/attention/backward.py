@@ -22,11 +22,10 @@ from .scores import (
     row_stat,
     score_gradients,
     scores,
-    stats_of,
     steps,
     within,
 )  # fmt: skip
-from .segments import dot, load_rows, matrix, number, place, segment_of, store_rows
+from .segments import dot, load_rows, matrix, number, place, segment_of, stat_row, store_rows
 
 
 @triton.jit
@@ -56,21 +55,22 @@ def delta_kernel(
 # ---- dK, dV ----------------------------------------------------------------------------------------------------------
 @triton.jit
 def _from_queries(
-    d_k, d_v, k, v, q_rows, d_out_rows, stats, n, seen, queries, at, head, rules, NEED_K: tl.constexpr,
+    d_k, d_v, k, v, q_rows, d_out_rows, stats, n, seen, queries, at, head, shape, rules, NEED_K: tl.constexpr,
     NEED_V: tl.constexpr, WHOLE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Of one head, the blocks of queries that are WHOLE, or all others. Tiles lie the other way round, [keys, queries],
     so that P^T and dS^T are first operands as they come."""
     j = n + tl.arange(0, C.BLOCK_N)
+    of_head = stat_row(at, head, shape)
     begin, end = steps(queries, WHOLE)
     for step in tl.range(begin, end, C.BLOCK_M, num_stages=None if WHOLE else C.EDGE_STAGES):
         m = position(step, queries, WHOLE)
         i = m + tl.arange(0, C.BLOCK_M)
         q = load_rows(q_rows, m, C.D_K, C.BLOCK_M, C.WIDTH_K, WHOLE, C)
-        stat, log_sum, delta = load_stats(stats, i, at.q_length, WHOLE)
+        stat, log_sum, delta = load_stats(stats, of_head, i, at.q_length, WHOLE)
         x, t = scores(dot(k, tl.trans(q), None, C), i[None, :], j[:, None], m, n, at, head, rules, C)
         if not WHOLE:
-            x = within(x, m, seen)
+            x = within(x, m, seen, True, rules.left is not None)
         p = probabilities(x, stat[None, :], log_sum[None, :], rules)
         d_out = load_rows(d_out_rows, m, C.D_V, C.BLOCK_M, C.WIDTH_V, WHOLE, C)
         keep, dropped = p, p
@@ -107,19 +107,35 @@ def keys_kernel(
     v = load_rows(v_rows, n, C.D_V, C.BLOCK_N, C.WIDTH_V, False, C)
     NEED_K: tl.constexpr = d_k_ptr is not None
     NEED_V: tl.constexpr = d_v_ptr is not None
-    d_k = tl.zeros([C.BLOCK_N, C.WIDTH_K], stats.delta.dtype.element_ty)
-    d_v = tl.zeros([C.BLOCK_N, C.WIDTH_V], stats.delta.dtype.element_ty)
+    d_k = tl.full([C.BLOCK_N, C.WIDTH_K], 0.0, stats.delta.dtype.element_ty)
+    d_v = tl.full([C.BLOCK_N, C.WIDTH_V], 0.0, stats.delta.dtype.element_ty)
     queries, seen = query_range(n, at, rules, C), query_limits(n + tl.arange(0, C.BLOCK_N), at, rules)
     for member in tl.range(group, disable_licm=True):
         head = k_head * group + member
         q_rows = matrix(q_ptr, strides[0], at.batch, head, at.q_first, at.q_length)
         d_out_rows = matrix(d_out_ptr, strides[3], at.batch, head, at.q_first, at.q_length)
-        of_head = stats_of(stats, at, head, shape)
         d_k, d_v = _from_queries(
-            d_k, d_v, k, v, q_rows, d_out_rows, of_head, n, seen, queries, at, head, rules, NEED_K, NEED_V, True, C
+            d_k, d_v, k, v, q_rows, d_out_rows, stats, n, seen, queries, at, head, shape, rules, NEED_K, NEED_V, True, C
         )
         d_k, d_v = _from_queries(
-            d_k, d_v, k, v, q_rows, d_out_rows, of_head, n, seen, queries, at, head, rules, NEED_K, NEED_V, False, C
+            d_k,
+            d_v,
+            k,
+            v,
+            q_rows,
+            d_out_rows,
+            stats,
+            n,
+            seen,
+            queries,
+            at,
+            head,
+            shape,
+            rules,
+            NEED_K,
+            NEED_V,
+            False,
+            C,
         )
     d_k *= rules.scale
     if rules.seed is not None:
@@ -148,7 +164,7 @@ def _from_keys(
         j = n + tl.arange(0, C.BLOCK_N)
         x, t = scores(dot(q, tl.trans(k), None, C), i[:, None], j[None, :], m, n, at, head, rules, C)
         if not WHOLE:
-            x = within(x, n, seen)
+            x = within(x, n, seen, rules.left is not None, True)
         p = probabilities(x, stat[:, None], log_sum[:, None], rules)
         v = load_rows(v_rows, n, C.D_V, C.BLOCK_N, C.WIDTH_V, WHOLE, C)
         keep = p
@@ -180,8 +196,8 @@ def queries_kernel(
     i = first + tl.arange(0, C.BLOCK_M)
     q = load_rows(q_rows, first, C.D_K, C.BLOCK_M, C.WIDTH_K, False, C)
     d_out = load_rows(d_out_rows, first, C.D_V, C.BLOCK_M, C.WIDTH_V, False, C)
-    stat, log_sum, delta = load_stats(stats_of(stats, at, head, shape), i, at.q_length, False)
-    d_q = tl.zeros([C.BLOCK_M, C.WIDTH_K], stats.delta.dtype.element_ty)
+    stat, log_sum, delta = load_stats(stats, stat_row(at, head, shape), i, at.q_length, False)
+    d_q = tl.full([C.BLOCK_M, C.WIDTH_K], 0.0, stats.delta.dtype.element_ty)
 
     keys, seen = key_range(first, at, rules, C), key_limits(i, at, rules)
     d_q = _from_keys(d_q, q, d_out, stat, log_sum, delta, k_rows, v_rows, first, seen, keys, at, head, rules, True, C)

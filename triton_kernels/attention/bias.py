@@ -7,8 +7,8 @@ tiles, several programs share these, and their sums are added up afterwards, in 
 import triton
 import triton.language as tl
 
-from .scores import kept, key_limits, load_stats, probabilities, score_gradients, scores, stats_of, within
-from .segments import dot, load_rows, matrix, number, segment_of
+from .scores import kept, key_limits, load_stats, probabilities, score_gradients, scores, within
+from .segments import dot, load_rows, matrix, number, segment_of, stat_row
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def bias_kernel(
     columns, rows = tl.cdiv(keys, C.BLOCK_N), tl.cdiv(queries, C.BLOCK_M)
     column, row = rest % columns, rest // columns % rows
     b_head, b_batch = rest // columns // rows % b_heads, rest // columns // rows // b_heads
-    total = tl.zeros([C.BLOCK_M, C.BLOCK_N], stats.delta.dtype.element_ty)
+    total = tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, stats.delta.dtype.element_ty)
     repeats = of_batches * of_heads * of_m * of_n
     each = tl.cdiv(repeats, shares)
     for repeat in range(share * each, tl.minimum((share + 1) * each, repeats)):
@@ -46,8 +46,8 @@ def bias_kernel(
         k = load_rows(k_rows, n, C.D_K, C.BLOCK_N, C.WIDTH_K, False, C)
         i, j = first + tl.arange(0, C.BLOCK_M), n + tl.arange(0, C.BLOCK_N)
         x, t = scores(dot(q, tl.trans(k), None, C), i[:, None], j[None, :], first, n, at, head, rules, C)
-        x = within(x, n, key_limits(i, at, rules))
-        stat, log_sum, delta = load_stats(stats_of(stats, at, head, shape), i, at.q_length, False)
+        x = within(x, n, key_limits(i, at, rules), rules.left is not None, True)
+        stat, log_sum, delta = load_stats(stats, stat_row(at, head, shape), i, at.q_length, False)
         p = probabilities(x, stat[:, None], log_sum[:, None], rules)
         v = load_rows(v_rows, n, C.D_V, C.BLOCK_N, C.WIDTH_V, False, C)
         d_out = load_rows(d_out_rows, first, C.D_V, C.BLOCK_M, C.WIDTH_V, False, C)

@@ -24,7 +24,7 @@ def _fold(
         j = n + tl.arange(0, C.BLOCK_N)
         x, _ = scores(dot(q, tl.trans(k), None, C), i[:, None], j[None, :], m, n, at, head, rules, C)
         if not WHOLE:
-            x = within(x, n, seen)
+            x = within(x, n, seen, rules.left is not None, True)
         if rules.bias is None:
             new_max = tl.maximum(row_max, tl.max(x, 1) * rules.factor)
         else:  # but for a bias: dtype.min as a mask would overflow if it was scaled before the maximum is subtracted
@@ -70,8 +70,8 @@ def forward_kernel(
     i = first + tl.arange(0, C.BLOCK_M)
     q = load_rows(q_rows, first, C.D_K, C.BLOCK_M, C.WIDTH_K, False, C)
     STAT: tl.constexpr = lse_ptr.dtype.element_ty
-    total, row_max = tl.zeros([C.BLOCK_M], STAT), tl.full([C.BLOCK_M], -INF, STAT)
-    acc = tl.zeros([C.BLOCK_M, C.WIDTH_V], STAT)
+    total, row_max = tl.full([C.BLOCK_M], 0.0, STAT), tl.full([C.BLOCK_M], -INF, STAT)
+    acc = tl.full([C.BLOCK_M, C.WIDTH_V], 0.0, STAT)
 
     keys, seen = key_range(first, at, rules, C), key_limits(i, at, rules)
     acc, total, row_max = _fold(acc, total, row_max, q, k_rows, v_rows, first, seen, keys, at, head, rules, True, C)

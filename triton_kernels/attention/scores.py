@@ -129,27 +129,17 @@ def row_stat(lse, log_sum_ptr, where, exists):
 
 
 @triton.jit
-def stats_of(stats, at, head, shape):
-    """Pointers to those of a head's rows."""
-    first = (at.batch.to(tl.int64) * number(shape[0]) + head) * number(shape[2]) + at.q_first
-    if stats.log_sum is None:
-        return Stats(stats.row_stat + first, None, stats.delta + first)
-    else:
-        return Stats(stats.row_stat + first, stats.log_sum + first, stats.delta + first)
-
-
-@triton.jit
-def load_stats(stats, i, length, ALL: tl.constexpr):
-    """(row stat, log_sum or anything, delta) of rows i; all of them exist if ALL."""
+def load_stats(stats, first, i, length, ALL: tl.constexpr):
+    """(row stat, log_sum or anything, delta) of rows i; a head's numbers begin at `first`. ALL: all of them exist."""
     if ALL:
-        stat, delta = tl.load(stats.row_stat + i), tl.load(stats.delta + i)
+        stat, delta = tl.load(stats.row_stat + first + i), tl.load(stats.delta + first + i)
     else:
-        stat = tl.load(stats.row_stat + i, mask=i < length, other=INF)
-        delta = tl.load(stats.delta + i, mask=i < length, other=0)
+        stat = tl.load(stats.row_stat + first + i, mask=i < length, other=INF)
+        delta = tl.load(stats.delta + first + i, mask=i < length, other=0)
     if stats.log_sum is None:
         return stat, stat, delta
     else:
-        return stat, tl.load(stats.log_sum + i, mask=i < length, other=0), delta
+        return stat, tl.load(stats.log_sum + first + i, mask=i < length, other=0), delta
 
 
 @triton.jit
@@ -174,7 +164,8 @@ def score_gradients(p, d_p, t, delta, keep, rules):
 
 # ---- ranges ----------------------------------------------------------------------------------------------------------
 class Limits(NamedTuple):
-    """First and last that each row of a tile may be paired with; None: there is no such limit."""
+    """First and last that each row of a tile may be paired with. (Anything where there is no limit: the oldest Triton
+    takes no None in what a function returns.)"""
 
     low: Any
     high: Any
@@ -184,37 +175,36 @@ class Limits(NamedTuple):
 def key_limits(i, at, rules):
     """Keys that queries i see."""
     high = tl.minimum(i + (at.shift + number(rules.right)), at.k_length - 1)
-    if rules.left is None:
-        return Limits(None, high)
-    else:
-        return Limits(i + (at.shift - number(rules.left)), high)
+    low = high
+    if rules.left is not None:
+        low = i + (at.shift - number(rules.left))
+    return Limits(low, high)
 
 
 @triton.jit
 def query_limits(j, at, rules):
     """Queries that see keys j. Those that do not exist have probability 0 (`row_stat`), and nobody stores such keys."""
     low = j - (at.shift + number(rules.right))
-    if rules.left is None:
-        return Limits(low, None)
-    else:
-        return Limits(low, j - (at.shift - number(rules.left)))
+    high = low
+    if rules.left is not None:
+        high = j - (at.shift - number(rules.left))
+    return Limits(low, high)
 
 
 @triton.jit
-def within(x, first, limits):
-    """Scores x, -inf in the columns first, first + 1, ... that are beyond their row's limits.
+def within(x, first, limits, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """Scores x, -inf in the columns first, first + 1, ... that are beyond their row's limits, where there are any.
 
     Columns are compared with what is left of a limit: numbers that are known when the kernel is compiled.
     """
     column = tl.arange(0, x.shape[1])[None, :]
-    if limits.high is not None:
+    if LOW and HIGH:
+        seen = (column >= (limits.low - first)[:, None]) & (column <= (limits.high - first)[:, None])
+    elif LOW:
+        seen = column >= (limits.low - first)[:, None]
+    else:
         seen = column <= (limits.high - first)[:, None]
-        if limits.low is not None:
-            seen = seen & (column >= (limits.low - first)[:, None])
-        x = tl.where(seen, x, -INF)
-    elif limits.low is not None:
-        x = tl.where(column >= (limits.low - first)[:, None], x, -INF)
-    return x
+    return tl.where(seen, x, -INF)
 
 
 class Range(NamedTuple):
