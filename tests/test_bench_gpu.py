@@ -79,6 +79,7 @@ def test_a_quick_run(
     assert "Llama-7B-shaped" in table.markdown(rows)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own import
 def test_a_quick_run_of_attention(
     cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
