@@ -57,13 +57,13 @@ def _tensors() -> dict[str, dict[str, Any]]:
 
 
 # Causal or not is one kernel (launch.py).
-MODES = [Mode(dims=(d, d), everywhere=True) for d in (64, 128)]
-MODES += [Mode(dims=(256, 256)), Mode(FLOAT16), Mode(FLOAT32), Mode(FLOAT32, tf32=True)]
+MODES = [Mode(dims=(d, d), everywhere=True) for d in (64, 128, 256)]
+MODES += [Mode(FLOAT16), Mode(FLOAT32), Mode(FLOAT32, tf32=True)]
 MODES += [Mode(what=what, options=options) for what, options in _tensors().items()]
 MODES += [Mode(dims=dims) for dims in ((40, 40), (72, 72), (192, 192), (192, 128), (16, 16))]
 MODES += [Mode(dims=(128, 128), what=what, options=_tensors()[what]) for what in ("dropout", "bias")]
 # Exact products of more than 64 columns spill, whatever the tile: a thread has its operands in registers as a whole.
-MODES += [Mode(FLOAT32, dims=(256, 256), tf32=True)]
+MODES += [Mode(FLOAT32, dims=(256, 256), tf32=True, everywhere=True)]
 TARGETS_OF_ALL = ("sm_80", "sm_90", "gfx942")
 
 

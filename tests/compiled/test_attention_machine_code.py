@@ -42,6 +42,8 @@ PINNED = [
     ("sm_90", "forward_kernel<bfloat16, 64, varlen>"),
     ("sm_80", "forward_kernel<bfloat16, 64, causal>"),
     ("sm_80", "keys_kernel<bfloat16, 64, dropout>"),
+    ("sm_80", "forward_kernel<bfloat16, 64, window>"),
+    ("sm_86", "queries_kernel<bfloat16, 256, causal>"),
     ("sm_100", "forward_kernel<bfloat16, 64, causal>"),
     ("sm_100", "keys_kernel<bfloat16, 64, causal>"),
     ("sm_120", "forward_kernel<bfloat16, 64, causal>"),

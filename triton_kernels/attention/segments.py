@@ -178,4 +178,5 @@ def dot(a, b, acc, C: tl.constexpr):
     """a b, added to acc if that is not None; a is rounded to the dtype of b."""
     if C.UPCAST:
         a = _nearest_bfloat16(a)
-    return tl.dot(a.to(b.dtype), b, acc, input_precision=C.PRECISION)
+    OUT: tl.constexpr = tl.float64 if b.dtype == tl.float64 else tl.float32
+    return tl.dot(a.to(b.dtype), b, acc, input_precision=C.PRECISION, out_dtype=OUT)
