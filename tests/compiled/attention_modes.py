@@ -111,7 +111,7 @@ def vectors_of(launch: Launch, target: str, size: int) -> tuple[int, int]:
     threads = launch.options["num_warps"] * TARGETS[target].warp_size
 
     def chunks(rows: int, width: int) -> int:
-        return max(rows * width * size // (16 * threads), 1)
+        return rows * width * size // (16 * threads)  # none where there is less than 16 bytes a thread
 
     q, k = chunks(c.BLOCK_M, c.WIDTH_K), chunks(c.BLOCK_N, c.WIDTH_K)
     d_out, v = chunks(c.BLOCK_M, c.WIDTH_V), chunks(c.BLOCK_N, c.WIDTH_V)

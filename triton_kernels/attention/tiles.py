@@ -25,7 +25,7 @@ INTERPRETED = Tile(32, 32, 4, 1, 1)
 _TILES = {
     # NVIDIA, at least 232,448 bytes of shared memory: sm_90 and sm_100, with wgmma and tcgen05
     232_448: {
-        "forward": {64: Tile(128, 64, 4, 3, 1), 128: Tile(128, 128, 8, 2, 1), 256: Tile(128, 32, 8, 2, 1)},
+        "forward": {64: Tile(128, 64, 4, 3, 1), 128: Tile(128, 128, 8, 2, 1), 256: Tile(128, 16, 8, 2, 1)},
         "keys": {64: Tile(64, 128, 8, 2, 1), 128: Tile(32, 128, 8, 2, 1), 256: Tile(16, 32, 4, 1, 1)},
         "queries": {64: Tile(64, 64, 4, 2, 1), 128: Tile(128, 64, 8, 2, 1), 256: Tile(128, 16, 8, 2, 1)},
     },
@@ -57,15 +57,15 @@ _HEAVY = {
 }
 # float32 in TF32
 _TF32 = {
-    "forward": {64: Tile(64, 32, 4, 1, 1), 128: Tile(64, 32, 4, 1, 1), 256: Tile(64, 16, 8, 1, 1)},
-    "keys": {64: Tile(16, 32, 4, 1, 1), 128: Tile(16, 32, 4, 1, 1), 256: Tile(16, 16, 8, 1, 1)},
-    "queries": {64: Tile(64, 32, 4, 1, 1), 128: Tile(64, 16, 4, 1, 1), 256: Tile(16, 16, 8, 1, 1)},
+    "forward": {64: Tile(64, 32, 4, 1, 1), 128: Tile(64, 32, 4, 1, 1), 256: Tile(32, 16, 8, 1, 1)},
+    "keys": {64: Tile(16, 32, 4, 1, 1), 128: Tile(16, 32, 4, 1, 1), 256: Tile(16, 16, 4, 1, 1)},
+    "queries": {64: Tile(64, 32, 4, 1, 1), 128: Tile(64, 16, 4, 1, 1), 256: Tile(16, 16, 4, 1, 1)},
     "bias": {64: Tile(64, 32, 4, 1, 1), 128: Tile(64, 16, 4, 1, 1), 256: Tile(64, 16, 8, 1, 1)},
 }
 # float32 and float64 in full: no matrix instructions, and operands that a thread has in registers as a whole
 _EXACT = {
     "forward": {64: Tile(32, 32, 4, 1, 1), 128: Tile(32, 32, 8, 1, 1), 256: Tile(16, 16, 8, 1, 1)},
-    "keys": {64: Tile(32, 32, 8, 1, 1), 128: Tile(16, 16, 8, 1, 1), 256: Tile(16, 16, 8, 1, 1)},
+    "keys": {64: Tile(16, 32, 8, 1, 1), 128: Tile(16, 16, 8, 1, 1), 256: Tile(16, 16, 8, 1, 1)},
     "queries": {64: Tile(32, 32, 8, 1, 1), 128: Tile(16, 16, 8, 1, 1), 256: Tile(16, 16, 8, 1, 1)},
     "bias": {64: Tile(32, 32, 8, 1, 1), 128: Tile(16, 16, 8, 1, 1), 256: Tile(16, 16, 8, 1, 1)},
 }
