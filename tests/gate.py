@@ -1,7 +1,7 @@
 """`make gate`: compiles everything that can be compiled here, for every target, warnings as errors.
 
 The host's instruction sets always; NEON when the cross compiler is installed, the CUDA kernels for every architecture
-when nvcc is, the Triton kernels likewise when Triton is (half an hour, the first time). Exits with 1
+when nvcc is, the Triton kernels likewise when Triton is (some minutes, the first time). Exits with 1
 if something does not compile or holds what it may not (tests/kernel_objects.py, tests/compiled/rules.py, amd_rules.py,
 attention_rules.py); a missing compiler is said, not failed. Lowers the kernels' budgets to what they need and writes
 docs/kernels.md.
