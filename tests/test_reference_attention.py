@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -102,13 +104,12 @@ FLEX = [
 ]
 
 
-def flex(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """out and lse by the formula of one entry, as FlexAttention takes it: score_mod(score, b, h, i, j)."""
-    _, Hq, Lq, _ = call.q.shape
-    Lk = call.k.shape[2]
+def score_mod(call: AttentionCall) -> Callable[..., Tensor]:
+    """The formula of one entry, as FlexAttention takes it; indices are ints or tensors of one element."""
+    shift = 0 if call.top_left else call.k.shape[2] - call.q.shape[2]
 
-    def entry(score: Tensor, b: int, h: int, i: int, j: int) -> Tensor:
-        place = i + (0 if call.top_left else Lk - Lq)
+    def of_entry(score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Tensor:
+        place = i + shift
         if call.softcap:
             score = call.softcap * torch.tanh(score / call.softcap)
         if call.bias is not None:
@@ -116,8 +117,15 @@ def flex(call: AttentionCall) -> tuple[Tensor, Tensor]:
         if call.alibi_slopes is not None:
             slope = call.alibi_slopes[b, h] if call.alibi_slopes.ndim == 2 else call.alibi_slopes[h]
             score = score - slope.double() * abs(place - j)
-        return torch.full_like(score, -math.inf) if call.right == 0 and j > place else score
+        return torch.where(torch.as_tensor(j > place), -math.inf, score) if call.right == 0 else score
 
+    return of_entry
+
+
+def flex(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """out and lse, entry by entry."""
+    _, Hq, Lq, _ = call.q.shape
+    Lk, entry = call.k.shape[2], score_mod(call)
     outs, sums = [], []
     for b in range(call.q.shape[0]):
         for h in range(Hq):
@@ -146,23 +154,10 @@ def test_as_the_formula_of_one_entry(case: Case) -> None:
 def test_as_torchs_flexattention(case: Case) -> None:
     """Itself, whose CPU form has no gradient; the formula above stands in for it where it takes long to start."""
     call, _, _ = case.draw(torch.float64)
-    Lq, Lk = call.q.shape[2], call.k.shape[2]
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        place = i + Lk - Lq
-        if call.softcap:
-            score = call.softcap * torch.tanh(score / call.softcap)
-        if call.bias is not None:
-            score = score + call.bias[b, h, i, j]
-        if call.alibi_slopes is not None:
-            slope = call.alibi_slopes[b, h] if call.alibi_slopes.ndim == 2 else call.alibi_slopes[h]
-            score = score - slope.double() * (place - j).abs()
-        return torch.where(j > place, -math.inf, score) if call.right == 0 else score
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is slow without a compiler
         expected, aux = flex_attention(
-            call.q, call.k, call.v, score_mod, scale=call.scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+            call.q, call.k, call.v, score_mod(call), scale=call.scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
         )
     out, lse, _ = attention(call)
     torch.testing.assert_close(out, expected, **CLOSE)
