@@ -1,5 +1,7 @@
-"""Sizes of attention's tiles, by GPU, kernel and head dim. tests/compiled holds each of them to machine code that
-spills nothing and fits the shared memory; docs/kernels.md shows what they were chosen by.
+"""Sizes of attention's tiles, by GPU, kernel and head dim. docs/kernels.md shows what they were chosen by.
+
+tests/compiled holds them to machine code that spills nothing and fits the shared memory; but for exact products beyond
+64 columns, which spill at 256, and for several of the heavy options at once.
 
 Warps share the rows of a tile's first product (queries; keys in the kernel of dK and dV): 16 rows a warp on mma.sync,
 64 on four warps of wgmma and tcgen05. A tile with less would be computed several times; Triton multiplies tiles of less
