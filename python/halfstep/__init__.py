@@ -2,6 +2,7 @@
 
 from . import integrations as integrations
 from ._version import __version__
+from .activations import checkpoint
 from .attention import attention, attention_varlen
 from .attention_tuning import tune_attention
 from .cast import accumulate_, cast_
@@ -18,6 +19,7 @@ __all__ = [
     "attention",
     "attention_varlen",
     "cast_",
+    "checkpoint",
     "clip_grad_norm_",
     "grad_stats",
     "l2_norms",

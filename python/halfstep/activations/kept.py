@@ -64,7 +64,8 @@ def saved_tensors_seen(seen: Callable[[Tensor], None]) -> Iterator[None]:
     """Calls `seen` with every tensor that autograd saves inside, and leaves what is done with it to the hooks around
     (those of the checkpoint): of hooks in torch, only the innermost ones are called."""
     # Private: there is no public way to ask for the hooks in force.
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (lambda x: x, lambda x: x)
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    pack, unpack = top or (lambda x: x, lambda x: x)
 
     def look(tensor: Tensor) -> Any:
         seen(tensor)

@@ -19,11 +19,11 @@ ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManag
 PolicyFn = Callable[..., Any]
 
 
-class _Everything:
+class Everything:
     """The type of EVERYTHING."""
 
 
-EVERYTHING: Final = _Everything()  # an answer of Policy.contexts(): this block runs without a checkpoint
+EVERYTHING: Final = Everything()  # an answer of Policy.contexts(): this block runs without a checkpoint
 
 
 @runtime_checkable
@@ -49,7 +49,7 @@ class Policy(Protocol):
 
     def contexts(
         self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ContextFn | _Everything | None:
+    ) -> ContextFn | Everything | None:
         """For one eager forward of a block that records gradients: what torch.utils.checkpoint takes as `context_fn`
         (`kept.contexts(decide)` keeps the results of chosen operators), None to keep the inputs alone, EVERYTHING to
         run without a checkpoint."""
@@ -94,10 +94,11 @@ class KeepResults(KeepInputs):
 
 
 # Products with weights, and convolutions. What an operator is called here is what autograd's decompositions leave.
-_PRODUCTS = (
-    "mm addmm bmm baddbmm linear addmv mv _grouped_mm _scaled_mm _scaled_grouped_mm _weight_int8pack_mm _int_mm "
-    "convolution _convolution cudnn_convolution mkldnn_convolution _scaled_mm_v2 _scaled_grouped_mm_v2"
-).split()
+_PRODUCTS = {
+    *("mm", "addmm", "bmm", "baddbmm", "linear", "mv", "addmv", "_grouped_mm"),
+    *("_scaled_mm", "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_int_mm", "_weight_int8pack_mm"),
+    *("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"),
+}
 _BATCHED = {"aten::bmm", "aten::baddbmm"}
 _KEPT = {f"aten::{name}" for name in _PRODUCTS}
 _ATTENTION = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "aten::_efficient_attention_forward")
