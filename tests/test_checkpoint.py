@@ -1,0 +1,287 @@
+"""`hs.checkpoint` changes no bit: outputs, gradients and random numbers, whatever is kept.
+
+Guards: a mask drawn anew, a cast of autocast that is counted in one of two passes, a kept result that was written over,
+a block that recomputes without need, a copy of a model that recomputes the original's blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from checkpointed import POLICIES, WIDTH, Block, Stack, assert_same_run, inputs, keep_all, run, stack
+from torch import Tensor, nn
+
+import halfstep as hs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> Any:
+    return POLICIES[request.param]()
+
+
+def forwards(model: nn.Module) -> list[int]:
+    return [block.forwards for block in model.modules() if isinstance(block, Block)]
+
+
+@pytest.mark.parametrize("needed", [True, False], ids=["input with gradient", "without"])
+def test_every_bit_is_as_without(policy: Any, needed: bool) -> None:
+    model, x = stack(), inputs(needed)
+    plain = run(model, x)
+    hs.checkpoint(model, policy)
+    for _ in range(2):
+        assert_same_run(run(model, x), plain)
+    assert forwards(model) == [5, 5], "one forward without, two with a recomputation each"
+
+
+def test_autocast_as_in_the_forward(policy: Any) -> None:
+    model, x = stack(), inputs()
+    model.blocks[1].mlp[2].weight = model.blocks[0].mlp[2].weight  # cast once in the forward, for both
+
+    def under_autocast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
+
+    plain = run(model, x, under_autocast)
+    hs.checkpoint(model, policy)
+    assert_same_run(run(model, x, under_autocast), plain)
+
+
+def test_tied_and_frozen_weights_and_a_block_used_twice(policy: Any) -> None:
+    model, x = stack(), inputs()
+    model.blocks[0].attention.requires_grad_(False)
+    model.blocks[1].mlp[0].bias.requires_grad_(False)
+    model.blocks[1].attention.qkv.weight = model.head.weight = nn.Parameter(torch.randn(3 * WIDTH, WIDTH) / 4)
+    model.head.bias = None
+    model.blocks.append(model.blocks[0])
+    plain = run(model, x)
+    assert len(hs.checkpoint(model, policy).blocks) == 2
+    assert_same_run(run(model, x), plain)
+
+
+class Wide(nn.Module):
+    """A block with arguments and results of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, pair: tuple[Tensor, Tensor], *, factor: float, debug: Any, early_stop: Tensor):
+        cos, sin = pair
+        hidden = self.scale(hidden) * cos + sin * factor
+        assert debug is None
+        return {"hidden": hidden, "more": [self.shift(hidden).tanh(), early_stop, None]}
+
+
+def test_arguments_and_results_of_every_kind(policy: Any) -> None:
+    """Also keywords that torch.utils.checkpoint would take for its own."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([Wide(), Wide()])
+    pair = (torch.randn(WIDTH, requires_grad=True), torch.randn(WIDTH))
+
+    def forward(x: Tensor) -> Any:
+        for wide in model:
+            out = wide(x, pair, factor=0.5, debug=None, early_stop=x)
+            x = out["hidden"] + out["more"][1]
+        return out
+
+    def gradients() -> dict[str, Tensor]:
+        pair[0].grad = None
+        found = run(model, inputs(), forward)
+        return {**found, "cos": pair[0].grad}
+
+    plain = gradients()
+    hs.checkpoint(model, policy)
+    assert_same_run(gradients(), plain)
+
+
+def test_backward_again_and_in_parts(policy: Any) -> None:
+    """retain_graph; and two losses of one block, each with a backward of its own."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([Wide(), Wide()])
+
+    def gradients() -> list[Tensor]:
+        x = inputs()
+        out = x
+        for wide in model:
+            results = wide(out, (x, x), factor=1.0, debug=None, early_stop=x)
+            out = results["hidden"]
+        wanted = [x, *model.parameters()]
+        first, again = (
+            torch.autograd.grad(out.square().sum(), wanted, retain_graph=True, materialize_grads=True) for _ in range(2)
+        )
+        other = torch.autograd.grad(results["more"][0].square().sum(), wanted, materialize_grads=True)
+        return [*first, *again, *other]
+
+    plain = gradients()
+    hs.checkpoint(model, policy)
+    for got, expected in zip(gradients(), plain, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_nothing_is_recomputed_without_gradients(policy: Any) -> None:
+    model, x = stack(), inputs()
+    hs.checkpoint(model, policy)
+    with torch.no_grad():
+        model(x)
+    with torch.inference_mode():
+        model(x)
+    assert forwards(model) == [2, 2]
+    run(model.eval(), x)
+    assert forwards(model) == [4, 4], "with gradients, in eval() too"
+
+
+def test_what_is_kept_may_be_written_over(policy: Any) -> None:
+    """In the block, as ReLU(inplace=True) in it does, and behind it."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv1d(5, 5, 3, padding=1), nn.ReLU(inplace=True), nn.Conv1d(5, 5, 1)) for _ in range(2)]
+    model = nn.ModuleList(layers)
+
+    def forward(x: Tensor) -> Tensor:
+        for layer in model:
+            x = layer(x)
+            x += 1
+            x *= x.detach().sigmoid()
+        return x
+
+    plain = run(model, inputs(), forward)
+    hs.checkpoint(model, policy)
+    assert_same_run(run(model, inputs(), forward), plain)
+
+
+def test_an_input_that_was_written_over_is_noticed() -> None:
+    model, x = stack(), inputs(False)
+    hs.checkpoint(model)
+    out = model(x)
+    x += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_hooks_on_blocks_run_once_a_forward() -> None:
+    model, x = stack(), inputs()
+    seen: list[str] = []
+    model.blocks[0].register_forward_pre_hook(lambda *_: seen.append("before"))
+    hs.checkpoint(model)
+    model.blocks[0].register_forward_hook(lambda *_: seen.append("after"))
+    model.blocks[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    run(model, x)
+    assert seen == ["before", "after", "backward"]
+
+
+def test_the_model_looks_as_before() -> None:
+    model = stack()
+    before = (list(model.state_dict()), [id(p) for p in model.parameters()], [type(m) for m in model.modules()])
+    handle = hs.checkpoint(model, "selective")
+    assert before == (
+        list(model.state_dict()), [id(p) for p in model.parameters()], [type(m) for m in model.modules()]
+    )  # fmt: skip
+    assert handle.blocks == ("blocks.0", "blocks.1")
+    assert "blocks.0, blocks.1" in repr(handle)
+    assert handle.plan is None
+    handle.remove()
+    assert all(not {"forward", "_halfstep_recomputed"} & {*m.__dict__} for m in model.modules())
+
+
+@pytest.mark.parametrize("how", ["copy", "pickle"])
+@pytest.mark.parametrize("policy", ["layer", "selective", keep_all])
+def test_a_copy_recomputes_its_own_blocks(how: str, policy: Any) -> None:
+    model, x = stack(), inputs()
+    plain = run(model, x)
+    hs.checkpoint(model, policy)
+    run(model, x)
+    if how == "copy":
+        twin = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    before = forwards(model)
+    assert_same_run(run(twin, x), plain)
+    assert forwards(model) == before
+    assert [a - b for a, b in zip(forwards(twin), before, strict=True)] == [2, 2]
+    hs.checkpoint(twin, None)
+    hs.checkpoint(model, None)
+    assert "forward" not in twin.blocks[0].__dict__
+
+
+def test_a_model_is_freed_with_its_last_reference() -> None:
+    gc.disable()
+    try:
+        model = stack()
+        hs.checkpoint(model, "selective")
+        run(model, inputs())
+        gone = weakref.ref(model.blocks[0])
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_second_call_replaces_the_first() -> None:
+    model, x = stack(), inputs()
+    first = hs.checkpoint(model, blocks=nn.Linear)
+    second = hs.checkpoint(model, "selective")
+    first.remove()  # undone already
+    run(model, x)
+    assert forwards(model) == [2, 2]
+    assert "forward" not in model.head.__dict__
+    second.remove()
+    run(model, x)
+    assert forwards(model) == [3, 3]
+
+
+def test_a_checkpoint_within_a_block_is_left_to_the_outer_one() -> None:
+    model, x = stack(), inputs()
+    plain = run(model, x)
+    hs.checkpoint(model.blocks[0], "layer", blocks=Block)
+    hs.checkpoint(model.blocks[1].mlp, "layer", blocks=nn.Linear)
+    calls: list[int] = []
+    model.blocks[1].mlp[0].register_forward_hook(lambda *_: calls.append(1))
+    hs.checkpoint(wrapped := nn.ModuleDict({"model": model}), "layer", blocks=Block)
+    assert_same_run(run(model, x), plain)
+    assert len(calls) == 2
+    hs.checkpoint(wrapped, None)
+    assert all("forward" not in m.__dict__ for m in wrapped.modules())
+
+
+def test_a_forward_that_somebody_replaced_stays() -> None:
+    """As accelerate and others do it, before or after."""
+    model, x = stack(), inputs()
+    plain, calls = run(model, x), []
+    block = model.blocks[0]
+    for _ in range(2):
+        inner = block.forward
+
+        def forward(x: Tensor, inner: Any = inner) -> Tensor:
+            calls.append(1)
+            return inner(x)
+
+        block.forward = forward
+        handle = hs.checkpoint(model)
+    outer = block.forward
+    block.forward = lambda x: outer(x)  # over ours: it cannot be taken out, and only hands on
+    del calls[:]
+    assert_same_run(run(model, x), plain)
+    assert len(calls) == 3, "the first stands below ours and is recomputed, the second stands above"
+    handle.remove()
+    assert_same_run(run(model, x), plain)
+    assert len(calls) == 5
+    hs.checkpoint(model, "layer")
+    assert_same_run(run(model, x), plain)
+    assert len(calls) == 8, "in force again, once"
+
+
+def test_one_block() -> None:
+    model: Stack = stack(layers=1)
+    plain = run(model, inputs())
+    assert hs.checkpoint(model).blocks == ("blocks.0",)
+    assert_same_run(run(model, inputs()), plain)
