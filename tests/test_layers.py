@@ -36,7 +36,7 @@ LAYERS = [
         "reports",
         "loss_scale",
     ],
-    ["shards", "host_states", "outcomes", "wrappers", "untraced"],
+    ["shards", "host_states", "transfers", "outcomes", "wrappers", "untraced"],
     ["ops"],
     ["reference", "triton_kernels", "_cpu", "_cuda", "_cuda_emulated"],
     ["_version"],

@@ -2,7 +2,7 @@
 
 from . import integrations as integrations
 from ._version import __version__
-from .activations import checkpoint
+from .activations import checkpoint, offload_activations
 from .attention import attention, attention_varlen
 from .attention_tuning import tune_attention
 from .cast import accumulate_, cast_
@@ -23,6 +23,7 @@ __all__ = [
     "clip_grad_norm_",
     "grad_stats",
     "l2_norms",
+    "offload_activations",
     "tune_attention",
     "unscale_",
 ]
