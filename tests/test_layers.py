@@ -22,6 +22,7 @@ LAYERS = [
     ["cli", "bench"],
     ["doctor", "integrations", "planner"],
     ["accumulate", "activations"],
+    ["gradient_sums", "gradient_sync", "loss_graph", "token_weights"],
     ["attention_tuning"],
     ["optim", "scaler", "attention", "nn", "cast", "gradients"],
     ["fused_adam"],

@@ -2,6 +2,7 @@
 
 from . import integrations as integrations
 from ._version import __version__
+from .accumulate import Accumulator
 from .activations import checkpoint, offload_activations
 from .attention import attention, attention_varlen
 from .attention_tuning import tune_attention
@@ -11,6 +12,7 @@ from .optim import Adam, AdamW
 from .scaler import LossScaler
 
 __all__ = [
+    "Accumulator",
     "Adam",
     "AdamW",
     "LossScaler",

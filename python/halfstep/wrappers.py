@@ -23,7 +23,7 @@ class PassedOn:
             return self
         held = vars(optimizer)
         if self._name not in held:  # the usual case is the optimizer itself; several of these are read in every step
-            held = vars(_innermost(optimizer))
+            held = vars(innermost(optimizer))
         if self._name not in held:
             raise AttributeError(f"{type(optimizer).__name__!r} has no {self._name!r} now")
         return held[self._name]
@@ -34,7 +34,7 @@ class PassedOn:
 
             call(setattr, optimizer, self._name, value)
             return
-        vars(_innermost(optimizer))[self._name] = value
+        vars(innermost(optimizer))[self._name] = value
 
     def __delete__(self, optimizer: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -43,10 +43,10 @@ class PassedOn:
             call(delattr, optimizer, self._name)
             return
         self.__get__(optimizer)  # an AttributeError if it is not there
-        del vars(_innermost(optimizer))[self._name]
+        del vars(innermost(optimizer))[self._name]
 
 
-def _innermost(optimizer: Any) -> Any:
+def innermost(optimizer: Any) -> Any:
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer

@@ -1,0 +1,306 @@
+"""Accumulator: gradients of several micro-batches and ranks, added up to exactly that of the whole batch.
+
+With a loss l_j for each valid token, the gradient of a batch is sum_j grad(l_j) / N, N the number of valid tokens of
+all micro-batches and ranks. A mean of the micro-batches' means is something else as soon as their counts differ. N is
+known when the window ends, so weighted sums are kept until then and divided at the end (`token_weights.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.optim import Optimizer
+
+from .fused_adam import FusedAdam
+from .gradient_sums import GradientSums
+from .gradient_sync import OneRank, ranks_of
+from .loss_graph import check_reduction, silenced
+from .token_weights import TokenWeights, check_loss, token_count
+from .wrappers import innermost
+
+
+class Accumulator:
+    """Gradient accumulation with exactly the gradient of the whole batch, to float32 rounding.
+
+        accumulator = hs.Accumulator(optimizer, steps=8, scaler=scaler, model=model)
+        for batch in loader:
+            loss = model(batch)                                     # the mean over this micro-batch's valid tokens
+            accumulator.backward(loss, tokens=(labels != -100).sum())
+            if accumulator.ready:                                   # `steps` micro-batches are in
+                accumulator.step()
+                schedule.step()
+        if accumulator.pending:                                     # a last, shorter window
+            accumulator.step()
+
+    Do not divide the loss by `steps`, do not call loss.backward(), no_sync(), optimizer.step() or zero_grad(). Micro-
+    batches may have any number of valid tokens; one without any adds exactly nothing, even if its mean is NaN. If a
+    whole window has none, gradients and loss are 0, and the step is made with them. Nothing waits for the device, but
+    for what LossScaler and GradScaler wait for, and ranks on which a parameter had no gradient (below).
+
+    16-bit gradients are added to float32 sums in one kernel for all parameters: 4 bytes for each 16-bit parameter from
+    the first micro-batch of a window to its end, 10 bytes moved for each in a micro-batch, 8 for each parameter at the
+    end. float32 gradients are added up in place by autograd. Parameters without a gradient in any micro-batch (of any
+    rank) keep .grad = None, so that the optimizer leaves them alone. Halfstep's optimizers take the float32 gradients
+    as they are; for others, gradients are rounded to the parameter's dtype, once, at the end.
+
+    Under DistributedDataParallel the model's own synchronisation is off for as long as the accumulator exists, its comm
+    hooks are not called, and the float32 sums are all-reduced once at the end of a window: 4 bytes of traffic for each
+    parameter, exact sums, not overlapped with the last backward. Ranks may have different numbers of micro-batches,
+    also none: all must call step() equally often. A rank that has no gradient of some parameter asks the others
+    whether they have, and waits for the answer.
+
+    Under FSDP2 (fully_shard) every rank needs as many micro-batches as the others (their forward passes communicate);
+    give the rest 0 tokens. sync="every" reduce-scatters each micro-batch's gradients, in FSDP2's reduce_dtype, and sums
+    up the shards in float32. sync="last" does so once a window and keeps sums of unsharded gradients (4 bytes for every
+    parameter of the model). Each backward() shares one number among the ranks. In this version halfstep's optimizers
+    cannot share the norm and the overflow flag of shards: use them with float32 parameters without scaler and clipping,
+    or with skip_nonfinite=False.
+
+    Args:
+        optimizer: of halfstep or torch.optim; its parameter groups may change between windows.
+        steps: micro-batches in a window, on this rank, >= 1.
+        scaler: an hs.LossScaler or torch.amp.GradScaler; the accumulator scales, steps and updates. One micro-batch
+            that overflows skips the whole window.
+        model: the DistributedDataParallel or FSDP2 model, or what contains it. Needed where torch.distributed runs
+            several ranks; a plain model there is one that this rank trains alone.
+        process_group: sum over these ranks, for plain models that every rank has a copy of.
+        reduction: what the losses are: "mean" over the micro-batch's valid tokens, or the "sum". A loss whose autograd
+            graph contradicts is refused; it cannot tell where the loss is multiplied or divided afterwards, or made by
+            something else than torch's loss functions.
+        sync: "every" or "last", for FSDP2; DistributedDataParallel always communicates once.
+
+    Raises:
+        ValueError: an argument out of range, parameters that are summed over other ranks than these, several ranks
+            without a model or group.
+        TypeError: a model of FSDP1, or of several kinds.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        >>> accumulator = hs.Accumulator(hs.AdamW([weight]), steps=2)
+        >>> for length in (1, 100):
+        ...     tokens = torch.ones(length, 3)
+        ...     accumulator.backward((tokens @ weight.float()).mean(), tokens=length)
+        >>> accumulator.finish()
+        >>> weight.grad.tolist(), accumulator.tokens.item()
+        ([1.0, 1.0, 1.0], 101)
+        >>> accumulator.step().item()
+        False
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, steps: int, *, scaler: Any = None, model: nn.Module | None = None,
+        process_group: dist.ProcessGroup | None = None, reduction: str = "mean", sync: str = "every",
+    ) -> None:  # fmt: skip
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ValueError(f"steps={steps!r}: expected an integer >= 1, the number of micro-batches in a window")
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction={reduction!r}: expected 'mean' or 'sum', as the loss function was given")
+        if sync not in ("every", "last"):
+            raise ValueError(f"sync={sync!r}: expected 'every' or 'last'")
+        self.optimizer, self.scaler = optimizer, scaler
+        self.steps, self.reduction = steps, reduction
+        self._sums = GradientSums(optimizer)
+        params = self._sums.trainable()
+        if not params:
+            raise ValueError("the optimizer has no parameter that requires a gradient; there is nothing to accumulate")
+        self._ranks: OneRank = ranks_of(model, process_group, params, sync)
+        self._device = params[0].device
+        self._weights = TokenWeights(reduction)
+        self._loss = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
+        self._tokens = torch.tensor(0, device="cpu")
+        self._start_window()
+        inner = innermost(optimizer)
+        self._refusal = inner.register_step_pre_hook(_refuser(weakref.ref(self)))
+        weakref.finalize(self, self._ranks.release)
+        weakref.finalize(self, self._refusal.remove)
+
+    def _start_window(self) -> None:
+        self._micro_steps = 0
+        self._stage = "open"  # then "finished", "stepping"
+        self._weights.start_window()
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+    @property
+    def ready(self) -> bool:
+        """True if `steps` micro-batches are in: time for step()."""
+        return self._micro_steps >= self.steps
+
+    @property
+    def pending(self) -> bool:
+        """True if at least one micro-batch is in and not stepped with."""
+        return self._micro_steps > 0
+
+    @property
+    def loss(self) -> Tensor:
+        """0-d float64: the last finished window's mean loss over all valid tokens of all ranks; 0 if it had none.
+
+        On the device; NaN before the first finish() or step().
+        """
+        return self._loss
+
+    @property
+    def tokens(self) -> Tensor:
+        """0-d int64: the number of valid tokens of the last finished window, of all ranks. On the device."""
+        return self._tokens
+
+    def backward(self, loss: Tensor, tokens: int | Tensor, *, last: bool = False, retain_graph: bool = False) -> None:
+        """Runs one micro-batch backward and adds its gradients to the window's sums, weighted by its tokens.
+
+        Args:
+            loss: of one element, not yet scaled: the mean or the sum over the micro-batch's valid tokens.
+            tokens: how many valid tokens that is: an integer or a 0-d integer tensor >= 0 (which is not read on the
+                host if it is on a device); 1 in every call weighs micro-batches equally.
+            last: this micro-batch ends the window though it is not the `steps`-th; needed with sync="last" alone.
+            retain_graph: as in torch's backward().
+
+        Raises:
+            RuntimeError: `steps` micro-batches are in already; a parameter has a gradient from elsewhere; the loss has
+                no gradient.
+            ValueError: a loss of several elements, or of the other reduction as far as its graph shows; tokens < 0.
+            TypeError: tokens that are no integer; a sparse gradient.
+        """
+        self._check_turn()
+        check_loss(loss)
+        count = token_count(tokens, loss.device)
+        check_reduction(loss, self.reduction, self.steps)
+        self._sums.check_untouched()
+        self._ranks.check(self._sums.trainable())
+        scaled = self._weights.weigh(loss, count, self._ranks.largest)
+        if self.scaler is not None:
+            scaled = self.scaler.scale(scaled)
+        self._ranks.before_backward(last=last or self._micro_steps + 1 >= self.steps)
+        self._sums.lend()
+        with silenced(loss, count == 0):
+            scaled.backward(retain_graph=retain_graph)
+        self._sums.take()
+        self._weights.count_in(loss, count)
+        self._micro_steps += 1
+
+    def finish(self) -> None:
+        """Ends the window: sums over the ranks and divides, so that .grad is the gradient of the mean loss.
+
+        Not needed before step(); for code that looks at gradients or clips them itself. Gradients are float32 with
+        halfstep's optimizers, of the parameter's dtype with others, and carry the scaler's scale: call
+        scaler.unscale_(optimizer) before clipping. Then call step(). Where several ranks share the batch all must call
+        it, also those without a micro-batch in this window.
+
+        Raises RuntimeError if nothing was accumulated, or if FSDP2's gradients are not reduced (see backward()).
+        """
+        if self._stage != "open":
+            raise RuntimeError("finish() was called twice in a window; call step(), which ends it")
+        if not self._micro_steps and not self._ranks.shares:
+            _refuse_empty()
+        self._ranks.check_summed()
+        self._sums.check_untouched()
+        totals = self._weights.totals(self._device)
+        self._ranks.sum_totals(totals)
+        loss, count = totals.unbind()
+        self._sums.multiply(self._weights.factor(count) * self._ranks.divided_by)
+        self._ranks.sum_gradients(self._sums.trainable(), self._sums.sums)
+        if not self._sums.sums:
+            _refuse_empty()
+        self._sums.give(wide=isinstance(innermost(self.optimizer), FusedAdam))
+        self._loss, self._tokens = loss / count.clamp(min=1), count.long()
+        self._stage = "finished"
+
+    def step(self, *, update_scale: bool = True) -> Any:
+        """finish(), if it was not called; then the optimizer's step, the scaler's update, and a new window.
+
+        Args:
+            update_scale: False leaves scaler.update() to the caller, for several optimizers with one scaler.
+
+        Returns whether the step was skipped (0-d bool, on the device) with halfstep's optimizers or LossScaler; else
+        what the scaler's or the optimizer's step() returned. Raises as finish() and as these.
+        """
+        if self._stage == "open":
+            self.finish()
+        self._stage = "stepping"
+        try:
+            if self.scaler is None:
+                result = self.optimizer.step()
+            else:
+                result = self.scaler.step(self.optimizer)
+        finally:
+            self._stage = "finished"
+        if self.scaler is not None and update_scale:
+            self.scaler.update()
+        inner = innermost(self.optimizer)
+        self.reset()
+        return inner.skipped if isinstance(inner, FusedAdam) else result
+
+    def reset(self) -> None:
+        """Drops the window's gradients and begins a new one, for instance after an error in a micro-batch."""
+        self._sums.clear()
+        self._ranks.after_window()
+        self._start_window()
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on with the same bits, between windows alone. Waits for the device.
+
+        Raises RuntimeError within a window, whose gradients are in no checkpoint: step() or reset() first.
+        """
+        self._check_between_windows("state_dict()")
+        return {"largest_count": float(self._weights.largest)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what state_dict() returned. Raises RuntimeError within a window, ValueError for anything else."""
+        self._check_between_windows("load_state_dict()")
+        largest = state_dict.get("largest_count")
+        if not isinstance(largest, float) or not largest >= 1:
+            raise ValueError(
+                f"the accumulator's state has largest_count={largest!r}; expected a number >= 1, as state_dict() gives"
+            )
+        self._weights.largest = torch.tensor(largest, dtype=torch.float64, device="cpu")
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError(
+            "an accumulator belongs to its optimizer and model, so it is not copied or pickled; save state_dict() "
+            "between two windows and load it into a new hs.Accumulator"
+        )
+
+    # ---- misuse ----------------------------------------------------------------------------------------------------
+    def _check_turn(self) -> None:
+        if self._stage != "open":
+            raise RuntimeError("backward() after finish(): the window has ended; call step() first")
+        if self.ready:
+            raise RuntimeError(
+                f"backward() for micro-batch {self._micro_steps + 1} of a window of {self.steps}: call step() when "
+                "accumulator.ready is true"
+            )
+
+    def _check_between_windows(self, what: str) -> None:
+        if self.pending or self._stage != "open":
+            raise RuntimeError(
+                f"{what} with {self._micro_steps} of {self.steps} micro-batches in the window, whose gradients are in "
+                "no checkpoint; call step(), or reset() to drop them"
+            )
+
+    def _check_own_step(self) -> None:
+        if self.pending and self._stage != "stepping":
+            raise RuntimeError(
+                "optimizer.step() was called within a window of micro-batches; call accumulator.step(), which divides "
+                "the sums, steps the optimizer (through the scaler, if there is one) and clears the gradients"
+            )
+
+
+def _refuser(accumulator: weakref.ref[Accumulator]) -> Any:
+    """A hook before the optimizer's step that does not keep the accumulator alive."""
+
+    def refuse(*_: Any) -> None:
+        held = accumulator()
+        if held is not None:
+            held._check_own_step()
+
+    return refuse
+
+
+def _refuse_empty() -> NoReturn:
+    raise RuntimeError(
+        "step() with no gradient accumulated: call backward(loss, tokens) for each micro-batch first, and "
+        "`if accumulator.pending:` before the last, shorter window's step()"
+    )
