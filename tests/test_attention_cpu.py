@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from allocations import Allocations
 from attention_budget import judge
 from attention_case import Case, Drawn
 from attention_cases import CASES, CORE
@@ -184,7 +183,7 @@ def test_torchs_fused_kernel_takes_what_it_can_express(case: Case, fused: bool) 
 def extra_bytes(case: Case, dtype: torch.dtype = torch.float32) -> tuple[int, int]:
     """The most that forward and backward hold at once, without inputs; and the bytes of all score matrices."""
     call, d_out, d_lse = case.draw(dtype)
-    with Allocations() as allocated:
+    with hs.measure_activations() as allocated:
         outputs = attention_torch.attention_forward(call)
         attention_torch.attention_backward(call, *outputs, d_out, d_lse, ALL)
     (B, Hq, Lq), Lk = call.stat_shape, call.k.shape[2]

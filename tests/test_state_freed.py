@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from adversarial import BFLOAT16, FLOAT32, ordinary
-from allocations import Allocations
 from optimizer_runs import params_of, set_grads
 from torch.nn import Parameter
 
@@ -84,15 +83,15 @@ REPLACE: list[Callable[[hs.AdamW], None]] = [replace_entries, replace_data, repl
 @each_mode
 @pytest.mark.parametrize("replace", REPLACE, ids=lambda f: f.__name__)
 def test_replaced_states_are_freed_by_the_next_step(replace, mode):
-    with Allocations() as made:
+    with hs.measure_activations() as made:
         optimizer = stepped(mode)
-        before, size = made.live, state_bytes(optimizer)
+        before, size = made.bytes, state_bytes(optimizer)
         for _ in range(3):
-            made.peak = made.live
+            made.peak = made.bytes
             replace(optimizer)
             optimizer.step()
             assert made.peak <= before + size + SMALL, "the states it had, and the new ones"
-            assert made.live <= before + SMALL
+            assert made.bytes <= before + SMALL
 
 
 @each_mode
@@ -111,10 +110,10 @@ def test_loading_frees_the_old_states_at_once(mode):
     optimizer = stepped(mode)
     saved = copy.deepcopy(optimizer.state_dict())
     old = [weakref.ref(value) for value in tensors(optimizer)]
-    with Allocations() as made:
+    with hs.measure_activations() as made:
         optimizer.load_state_dict(saved)
         assert [ref() for ref in old] == [None] * len(old)
-        assert made.live <= state_bytes(optimizer) + SMALL
+        assert made.bytes <= state_bytes(optimizer) + SMALL
         optimizer.step()
     new = [weakref.ref(value) for value in tensors(optimizer)]
     assert all(ref() is not None for ref in new)
@@ -123,27 +122,27 @@ def test_loading_frees_the_old_states_at_once(mode):
 @each_mode
 def test_loading_after_the_states_were_replaced_frees_the_older_ones_first(mode):
     """Otherwise there would be three of each at a time."""
-    with Allocations() as made:
+    with hs.measure_activations() as made:
         optimizer = stepped(mode)
-        saved, before = copy.deepcopy(optimizer.state_dict()), made.live
+        saved, before = copy.deepcopy(optimizer.state_dict()), made.bytes
         replace_entries(optimizer)
-        made.peak = made.live
+        made.peak = made.bytes
         optimizer.load_state_dict(saved)
         assert made.peak <= before + state_bytes(optimizer) + PIECE
-        assert made.live <= before + SMALL
+        assert made.bytes <= before + SMALL
 
 
 @each_mode
 def test_states_that_were_taken_away_are_freed_before_new_ones_are_made(mode):
     """optimizer.state.clear() starts again; the step needs the memory of one state, not of two."""
-    with Allocations() as made:
+    with hs.measure_activations() as made:
         optimizer = stepped(mode)
-        before = made.live
+        before = made.bytes
         optimizer.state.clear()
-        made.peak = made.live
+        made.peak = made.bytes
         optimizer.step()
         assert made.peak <= before + SMALL
-        assert made.live <= before + SMALL
+        assert made.bytes <= before + SMALL
 
 
 @each_mode
@@ -165,12 +164,12 @@ def test_state_dict_makes_no_states(mode):
     """Of parameters that were never updated there is nothing to save; saving does not disturb the tables."""
     dtype, options = MODES[mode]
     optimizer = hs.AdamW([Parameter(ordinary((SIZE,), dtype, i)) for i in range(4)], **options)
-    with Allocations() as made:
+    with hs.measure_activations() as made:
         assert optimizer.state_dict()["state"] == {}
         params = params_of(optimizer)
         set_grads(params[:2], 1)
         optimizer.step()
-        size = made.live
+        size = made.bytes
         tables = list(optimizer._tables)
         for _ in range(3):
             saved = optimizer.state_dict()
@@ -178,5 +177,5 @@ def test_state_dict_makes_no_states(mode):
             optimizer.step()
         assert optimizer._tables == tables
         del saved
-        assert made.live <= size + SMALL
+        assert made.bytes <= size + SMALL
         assert len(optimizer.state) == 2

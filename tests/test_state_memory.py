@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from adversarial import BFLOAT16, FLOAT16, FLOAT32, ordinary
-from allocations import Allocations
 from optimizer_runs import assert_goes_on, assert_same, copies, params_of, train
 from torch.nn import Parameter
 
@@ -53,7 +52,7 @@ def state_bytes(optimizer: hs.AdamW) -> int:
 def test_state_dict_copies_nothing_but_the_counters(mode):
     """Its tensors are the optimizer's own, as torch.optim's are."""
     optimizer = stepped(mode, MANY)
-    with Allocations() as made:
+    with hs.measure_activations() as made:
         saved = optimizer.state_dict()
     assert made.peak <= 8 * len(MANY)
     for i, p in enumerate(params_of(optimizer)):
@@ -98,9 +97,9 @@ def test_refusing_one_large_master_needs_one_copy():
 
 def assert_loading_needs_one_copy(optimizer: hs.AdamW, mode: str) -> None:
     saved, other = optimizer.state_dict(), fresh(optimizer, mode)
-    with Allocations() as made:
+    with hs.measure_activations() as made:
         other.load_state_dict(saved)
-    assert made.live <= 1.001 * state_bytes(other)
+    assert made.bytes <= 1.001 * state_bytes(other)
     assert made.peak <= 1.05 * state_bytes(other)
 
 
@@ -108,10 +107,10 @@ def assert_loading_needs_one_copy(optimizer: hs.AdamW, mode: str) -> None:
 def test_loading_again_frees_the_old_state(mode):
     optimizer = stepped(mode, MANY)
     saved, other = optimizer.state_dict(), fresh(optimizer, mode)
-    with Allocations() as made:
+    with hs.measure_activations() as made:
         for _ in range(3):
             other.load_state_dict(saved)
-            assert made.live <= 1.001 * state_bytes(other)
+            assert made.bytes <= 1.001 * state_bytes(other)
     assert made.peak <= 2.05 * state_bytes(other), "the state it had, and the new one"
 
 
@@ -122,7 +121,7 @@ def test_loading_from_a_mapped_file_needs_one_copy(mode, tmp_path):
     path = tmp_path / "optimizer.pt"
     torch.save(optimizer.state_dict(), path)
     saved, other = torch.load(path, mmap=True, weights_only=True), fresh(optimizer, mode)
-    with Allocations() as made:
+    with hs.measure_activations() as made:
         other.load_state_dict(saved)
     assert made.peak <= 1.05 * state_bytes(other)
     assert_goes_on(optimizer, other)

@@ -3,7 +3,7 @@
 from . import integrations as integrations
 from ._version import __version__
 from .accumulate import Accumulator
-from .activations import checkpoint, offload_activations
+from .activations import ByteBudget, checkpoint, measure_activations, offload_activations
 from .attention import attention, attention_varlen
 from .attention_tuning import tune_attention
 from .cast import accumulate_, cast_
@@ -15,6 +15,7 @@ __all__ = [
     "Accumulator",
     "Adam",
     "AdamW",
+    "ByteBudget",
     "LossScaler",
     "__version__",
     "accumulate_",
@@ -25,6 +26,7 @@ __all__ = [
     "clip_grad_norm_",
     "grad_stats",
     "l2_norms",
+    "measure_activations",
     "offload_activations",
     "tune_attention",
     "unscale_",

@@ -16,10 +16,10 @@ from unittest import mock
 
 import emulated_cuda
 import torch
-from allocations import Allocations
 from device_mirror import Mirror
 from no_sync import forbid_waits
 
+import halfstep as hs
 from halfstep.ops import backend, triton_gpu
 from halfstep.ops.native_cuda import CudaBackend
 
@@ -56,7 +56,7 @@ class StandIn:
         return 0
 
     def peak_of(self, work: Callable[[], Any]) -> int:
-        with Allocations() as seen:
+        with hs.measure_activations() as seen:
             work()
         return seen.peak
 

@@ -8,12 +8,14 @@ import torch
 from torch import nn
 
 from .blocks import Blocks, find_blocks
+from .budget import ByteBudget
+from .measure import measure_activations
 from .offload import offload_activations
 from .policies import resolve
 from .recompute import Recomputation, install, remove_all
 from .transformers_layers import require_no_other_checkpointing
 
-__all__ = ["Recomputation", "checkpoint", "offload_activations"]
+__all__ = ["ByteBudget", "Recomputation", "checkpoint", "measure_activations", "offload_activations"]
 
 
 def checkpoint(model: nn.Module, policy: Any = "layer", *, blocks: Blocks = None) -> Recomputation:

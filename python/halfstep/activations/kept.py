@@ -51,7 +51,7 @@ def checked_decision(decide: Decide, ctx: Any, op: Any, *args: Any, **kwargs: An
             f"a policy function must say save or recompute; got {said.name} for {op}, which torch recomputes in "
             "silence: use halfstep.offload_activations() around the forward to move what is saved to the host"
         )
-    if said in _KEEP and _writes(op):
+    if said in _KEEP and writes(op):
         raise ValueError(
             f"the result of an operator that writes into its arguments cannot be kept, since the recomputation must "
             f"write again; got {said.name} for {op}: return PREFER_RECOMPUTE for it"
@@ -128,7 +128,7 @@ class _Keep(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = op(*args, **kwargs)
-        if _uncounted(op, args):
+        if uncounted(op, args):
             return output
         self.position += 1
         key = _key(op, args)
@@ -162,7 +162,7 @@ class _Reuse(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _uncounted(op, args):
+        if uncounted(op, args):
             return op(*args, **(kwargs or {}))
         key = _key(op, args)
         result = self.store.results.get((key, self.calls[key]))
@@ -181,7 +181,7 @@ def _key(op: Any, args: tuple[Any, ...]) -> Any:
     return op
 
 
-def _uncounted(op: Any, args: tuple[Any, ...]) -> bool:
+def uncounted(op: Any, args: tuple[Any, ...]) -> bool:
     """Operators whose number may differ between a forward and its recomputation: those of the checkpoint itself, and
     autocast's casts of weights, of which it keeps a copy until its context ends."""
     if op in SAC_IGNORED_OPS:
@@ -190,7 +190,7 @@ def _uncounted(op: Any, args: tuple[Any, ...]) -> bool:
     return of_leaf and op is torch.ops.aten._to_copy.default
 
 
-def _writes(op: Any) -> bool:
+def writes(op: Any) -> bool:
     schema = getattr(op, "_schema", None)  # private, as everywhere in torch that asks this: OpOverload has no other
     return schema is not None and schema.is_mutable
 

@@ -39,12 +39,12 @@ class Policy(Protocol):
         is copied and pickled with the model."""
         ...
 
-    def begin(self, model: nn.Module) -> None:
-        """A forward of the model starts; with or without gradients."""
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of the model starts, with these arguments; with or without gradients."""
         ...
 
-    def end(self, model: nn.Module) -> None:
-        """It is over; called after an exception too."""
+    def end(self, model: nn.Module, completed: bool) -> None:
+        """It is over; not completed: by an exception."""
         ...
 
     def contexts(
@@ -68,9 +68,9 @@ class KeepInputs:
     def bind(self, names: Sequence[str]) -> Policy:
         return self
 
-    def begin(self, model: nn.Module) -> None: ...
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 
-    def end(self, model: nn.Module) -> None: ...
+    def end(self, model: nn.Module, completed: bool) -> None: ...
 
     def contexts(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return None

@@ -176,15 +176,15 @@ class _ModelWatch:
     def __init__(self, model: nn.Module, policy: Policy):
         self.policy = policy
         self.handles = [
-            model.register_forward_pre_hook(self.before, prepend=True),
+            model.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.after, always_call=True),
         ]
 
-    def before(self, model: nn.Module, args: Any) -> None:
-        self.policy.begin(model)
+    def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        self.policy.begin(model, args, kwargs)
 
     def after(self, model: nn.Module, args: Any, output: Any) -> None:
-        self.policy.end(model)
+        self.policy.end(model, completed=output is not None)  # None comes after an exception
 
     def remove(self) -> None:
         for handle in self.handles:
