@@ -1,12 +1,7 @@
-"""One rank of the job that test_accumulator_ranks.py starts: python accumulation_ranks.py RANK RANKS FOLDER.
-
-Runs every check and leaves what it found in FOLDER/RANK.pt: {name of the check: result, or the text of an exception}.
-"""
+"""What each of two ranks runs for test_accumulator_ranks.py (see ranks_job.py); the test is where it is compared."""
 
 from __future__ import annotations
 
-import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -235,23 +230,3 @@ def no_group(rank: int) -> Any:
 @check
 def nothing_on_any_rank(rank: int) -> Any:
     hs.Accumulator(hs.AdamW([nn.Parameter(torch.ones(2))]), 2, process_group=dist.group.WORLD).step()
-
-
-def result(function: Callable[[int], Any], rank: int) -> Any:
-    try:
-        return function(rank)
-    except (ValueError, TypeError, RuntimeError) as error:
-        return "".join(traceback.format_exception(error))
-
-
-def main(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    torch.save({name: result(function, rank) for name, function in CHECKS.items()}, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -55,6 +55,14 @@ def root() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(scope="session")
+def ranks_found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the two processes of ranks_job.py found, started once for the tests of several files."""
+    import ranks_job
+
+    return ranks_job.started(tmp_path_factory.mktemp("ranks"))
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For many small computations, which threads would spend waiting for each other."""

@@ -208,8 +208,8 @@ def test_checkpoints_within_a_window() -> None:
             call()
     window.reset()
     window.load_state_dict(state)
-    for bad in ({}, {"largest_count": 0.0}, {"largest_count": "8"}):
-        with pytest.raises(ValueError, match=r"the accumulator's state has largest_count=.*; expected a number >= 1"):
+    for bad in ({}, {"window_tokens": 0.0}, {"window_tokens": "8"}):
+        with pytest.raises(ValueError, match=r"state has window_tokens=.*; expected None or a number >= 1"):
             window.load_state_dict(bad)
 
 

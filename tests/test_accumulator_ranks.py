@@ -1,15 +1,12 @@
 """hs.Accumulator on two ranks (gloo): DistributedDataParallel, FSDP2 and plain replicas against the whole batch.
 
-All checks run in one job of two processes, accumulation_ranks.py, since starting one takes seconds.
+What the ranks run is in accumulation_ranks.py.
 Guards: ranks that count alike though their tokens differ, a gradient divided by the ranks twice or never, ranks that
 drift apart, a collective that one of them does not call.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,30 +19,9 @@ if not distributed.is_available() or not distributed.is_gloo_available():
     pytest.skip("this torch is built without gloo", allow_module_level=True)
 
 from accumulation_ranks import UNEVEN, WINDOWS, parts
+from ranks_job import RANKS
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("accumulator_ranks")]
-RANKS = 2
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, root: Path) -> list[dict[str, Any]]:
-    """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    script = root / "tests" / "accumulation_ranks.py"
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error::RuntimeWarning", str(script), str(rank), str(RANKS), str(folder)],
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(RANKS)
-    ]  # fmt: skip
-    try:
-        said = [job.communicate(timeout=120)[1] for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    assert [job.returncode for job in jobs] == [0] * RANKS, "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
 WITHIN: dict[str, tuple[torch.dtype, torch.dtype, dict[int, list[list[int]]]]] = {
@@ -63,9 +39,9 @@ WITHIN: dict[str, tuple[torch.dtype, torch.dtype, dict[int, list[list[int]]]]] =
 
 
 @pytest.mark.parametrize("name", WITHIN)
-def test_the_gradient_is_that_of_all_ranks_batches(name: str, found: Any) -> None:
+def test_the_gradient_is_that_of_all_ranks_batches(name: str, ranks_found: Any) -> None:
     dtype, computed, windows = WITHIN[name]
-    ranks = [rank[name] for rank in found]
+    ranks = [rank[name] for rank in ranks_found]
     assert not isinstance(ranks[0], str), ranks[0]
     scale = 1.0 if name.startswith("fsdp") else 8.0  # halfstep's optimizers share no overflow flag between shards
 
@@ -95,20 +71,20 @@ def test_the_gradient_is_that_of_all_ranks_batches(name: str, found: Any) -> Non
     assert "unused" not in ranks[0][0]["gradients"]
 
 
-def test_a_parameter_that_one_rank_uses(found: Any) -> None:
+def test_a_parameter_that_one_rank_uses(ranks_found: Any) -> None:
     """1 token on rank 0 and 3 on rank 1; the second parameter is rank 0's alone, and no weight decay touches zeros."""
-    for rank in found:
+    for rank in ranks_found:
         first, second = rank["a_parameter_that_one_rank_uses"]
         assert (first.tolist(), second.tolist()) == ([0.5, 0.5], [0.125, 0.125])
 
 
-def test_an_overflow_on_one_rank_skips_on_all(found: Any) -> None:
-    for rank in found:
+def test_an_overflow_on_one_rank_skips_on_all(ranks_found: Any) -> None:
+    for rank in ranks_found:
         assert rank["an_overflow_on_one_rank"] == (True, True, 4.0)
 
 
-def test_ddp_hands_out_buffers_once_a_window_and_syncs_again_afterwards(found: Any) -> None:
-    (first, on_again), (second, _) = (rank["buffers_of_ddp"] for rank in found)
+def test_ddp_hands_out_buffers_once_a_window_and_syncs_again_afterwards(ranks_found: Any) -> None:
+    (first, on_again), (second, _) = (rank["buffers_of_ddp"] for rank in ranks_found)
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, True, False]
     assert on_again is True
 
@@ -129,8 +105,8 @@ def test_ddp_hands_out_buffers_once_a_window_and_syncs_again_afterwards(found: A
         ("nothing_on_any_rank", "step() with no gradient accumulated"),
     ],
 )
-def test_what_is_refused(name: str, message: str, found: Any) -> None:
-    for rank in found:
+def test_what_is_refused(name: str, message: str, ranks_found: Any) -> None:
+    for rank in ranks_found:
         assert message in rank[name]
 
 

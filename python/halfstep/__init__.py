@@ -6,6 +6,7 @@ from .accumulate import Accumulator
 from .activations import ByteBudget, checkpoint, measure_activations, offload_activations
 from .attention import attention, attention_varlen
 from .attention_tuning import tune_attention
+from .batch_norm import EffectiveBatchNorm
 from .cast import accumulate_, cast_
 from .gradients import clip_grad_norm_, grad_stats, l2_norms, unscale_
 from .optim import Adam, AdamW
@@ -16,6 +17,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "ByteBudget",
+    "EffectiveBatchNorm",
     "LossScaler",
     "__version__",
     "accumulate_",

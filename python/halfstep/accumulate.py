@@ -56,7 +56,7 @@ class Accumulator:
     Under FSDP2 (fully_shard) every rank needs as many micro-batches as the others (their forward passes communicate);
     give the rest 0 tokens. sync="every" reduce-scatters each micro-batch's gradients, in FSDP2's reduce_dtype, and sums
     up the shards in float32. sync="last" does so once a window and keeps sums of unsharded gradients (4 bytes for every
-    parameter of the model). Each backward() shares one number among the ranks. In this version halfstep's optimizers
+    parameter of the model). In this version halfstep's optimizers
     cannot share the norm and the overflow flag of shards: use them with float32 parameters without scaler and clipping,
     or with skip_nonfinite=False.
 
@@ -109,7 +109,7 @@ class Accumulator:
             raise ValueError("the optimizer has no parameter that requires a gradient; there is nothing to accumulate")
         self._ranks: OneRank = ranks_of(model, process_group, params, sync)
         self._device = params[0].device
-        self._weights = TokenWeights(reduction)
+        self._weights = TokenWeights(reduction, steps)
         self._loss = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
         self._tokens = torch.tensor(0, device="cpu")
         self._start_window()
@@ -169,7 +169,8 @@ class Accumulator:
         check_reduction(loss, self.reduction, self.steps)
         self._sums.check_untouched()
         self._ranks.check(self._sums.trainable())
-        scaled = self._weights.weigh(loss, count, self._ranks.largest)
+        self._weights.expect(count, self._ranks.largest)
+        scaled = self._weights.weigh(loss, count)
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
         self._ranks.before_backward(last=last or self._micro_steps + 1 >= self.steps)
@@ -192,11 +193,12 @@ class Accumulator:
         """
         if self._stage != "open":
             raise RuntimeError("finish() was called twice in a window; call step(), which ends it")
-        if not self._micro_steps and not self._ranks.shares:
+        if not self._micro_steps and self._ranks.size == 1:
             _refuse_empty()
         self._ranks.check_summed()
         self._sums.check_untouched()
         totals = self._weights.totals(self._device)
+        self._weights.expect(totals[1], self._ranks.largest)
         self._ranks.sum_totals(totals)
         loss, count = totals.unbind()
         self._sums.multiply(self._weights.factor(count) * self._ranks.divided_by)
@@ -204,6 +206,7 @@ class Accumulator:
         if not self._sums.sums:
             _refuse_empty()
         self._sums.give(wide=isinstance(innermost(self.optimizer), FusedAdam))
+        self._weights.learn(count / self._ranks.size)
         self._loss, self._tokens = loss / count.clamp(min=1), count.long()
         self._stage = "finished"
 
@@ -245,17 +248,23 @@ class Accumulator:
         Raises RuntimeError within a window, whose gradients are in no checkpoint: step() or reset() first.
         """
         self._check_between_windows("state_dict()")
-        return {"largest_count": float(self._weights.largest)}
+        expected = self._weights.expected
+        return {"window_tokens": None if expected is None else float(expected)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what state_dict() returned. Raises RuntimeError within a window, ValueError for anything else."""
+        """Takes what state_dict() returned, the same on every rank.
+
+        Raises RuntimeError within a window, ValueError for anything else.
+        """
         self._check_between_windows("load_state_dict()")
-        largest = state_dict.get("largest_count")
-        if not isinstance(largest, float) or not largest >= 1:
+        expected = state_dict.get("window_tokens", 0.0)
+        if expected is not None and (not isinstance(expected, float) or not expected >= 1):
             raise ValueError(
-                f"the accumulator's state has largest_count={largest!r}; expected a number >= 1, as state_dict() gives"
+                f"the accumulator's state has window_tokens={expected!r}; expected None or a number >= 1, as "
+                "state_dict() gives"
             )
-        self._weights.largest = torch.tensor(largest, dtype=torch.float64, device="cpu")
+        known = None if expected is None else torch.tensor(expected, dtype=torch.float64, device="cpu")
+        self._weights.expected = known
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError(

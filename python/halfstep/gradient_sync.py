@@ -23,7 +23,7 @@ _BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's own size of a bucket
 class OneRank:
     """This rank's micro-batches are the whole batch."""
 
-    shares = False  # whether other ranks have a part of the batch
+    size = 1  # how many ranks share the batch
     divided_by = 1  # what every micro-batch's gradient was divided by already
 
     def check(self, params: Sequence[Tensor]) -> None:
@@ -39,7 +39,7 @@ class OneRank:
         """Tells the model whether this is the window's last micro-batch."""
 
     def largest(self, count: Tensor) -> Tensor:
-        """The largest of the counts of the ranks whose gradients are mixed before the window's end."""
+        """The largest of the ranks' counts."""
         return count
 
     def sum_totals(self, totals: Tensor) -> None:
@@ -60,11 +60,10 @@ class OneRank:
 class Replicated(OneRank):
     """Every rank has all parameters and sums of its own, which are added up once, when the window ends."""
 
-    shares = True
-
     def __init__(self, models: Sequence[DistributedDataParallel], group: dist.ProcessGroup) -> None:
         self._models = models
         self._group = group
+        self.size = group.size()
         for model in models:
             if model.static_graph:
                 raise ValueError(
@@ -73,6 +72,11 @@ class Replicated(OneRank):
                 )
         for model in models:
             model.require_backward_grad_sync = False
+
+    def largest(self, count: Tensor) -> Tensor:
+        common = count.clone()
+        dist.all_reduce(common, op=dist.ReduceOp.MAX, group=self._group)
+        return common
 
     def sum_totals(self, totals: Tensor) -> None:
         dist.all_reduce(totals, group=self._group)
@@ -144,8 +148,6 @@ class Sharded(OneRank):
         at_the_end: reduce once a window; FSDP2 keeps the sums of whole gradients until then.
     """
 
-    shares = True
-
     def __init__(self, model: nn.Module, params: Sequence[Tensor], *, at_the_end: bool) -> None:
         self._parts: list[Any] = [module for module in model.modules() if _is_fsdp2(module)]
         self._at_the_end = at_the_end
@@ -153,7 +155,7 @@ class Sharded(OneRank):
         self.check(params)
         mesh = next(p.device_mesh for p in params if is_sharded(p))  # type: ignore[attr-defined]
         self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        self.divided_by = mesh.size()
+        self.size = self.divided_by = mesh.size()
         for part in self._parts:
             _check_part(part, params, at_the_end)
         self._sync(not at_the_end)

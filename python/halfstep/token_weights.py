@@ -15,40 +15,46 @@ _COUNTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class TokenWeights:
     """A micro-batch of n tokens weighs n / c, and in the end all is multiplied by c / N, N the tokens of all.
 
-    c is a power of two above the largest count that was seen before the window had its first valid token: dividing by
-    it loses no bit, so that results do not depend on it, and weights stay near 1, so that 16-bit gradients neither
-    overflow nor vanish where those of a mean would not.
+    c is a power of two, so dividing by it loses no bit and results do not depend on it. It is the one above the tokens
+    of a whole window on one rank, as far as they are known before: the most that a window had so far; in the first
+    window, its first micro-batch's tokens times `steps`. So 16-bit gradients overflow or vanish where those of the
+    whole batch would. It is the same on all ranks: layers may mix their gradients before the window ends.
 
     Args:
         reduction: "mean" or "sum", of the losses that are weighed.
+        steps: micro-batches in a window.
     """
 
-    def __init__(self, reduction: str) -> None:
+    def __init__(self, reduction: str, steps: int) -> None:
         self._mean = reduction == "mean"
-        self.largest = _number(1.0)  # count of all windows
+        self._steps = steps
+        self.expected: Tensor | None = None  # tokens of a window on a rank, 0-d float64; the same on all ranks
         self.start_window()
 
     def start_window(self) -> None:
-        self._unit = _number(1.0)  # c
-        self._seen = _number(0.0)  # tokens, which decide about c
+        self._unit: Tensor | None = None  # c
         self._totals: Tensor | None = None  # float64 [sum of token losses, valid tokens], of this rank
 
-    def weigh(self, loss: Tensor, count: Tensor, common: Callable[[Tensor], Tensor]) -> Tensor:
-        """The loss times its weight; 0-d, differentiable, at least float32.
+    def expect(self, count: Tensor, agree: Callable[[Tensor], Tensor]) -> None:
+        """Before the first window's first micro-batch, or its end if it has none, on every rank.
 
         Args:
-            loss: of one element.
-            count: its tokens, 0-d float64 on the loss's device.
-            common: makes a count the largest of the ranks that need the same c.
+            count: the micro-batch's tokens, 0-d float64.
+            agree: gives the largest of all ranks' numbers.
         """
-        device = count.device
-        shared = common(count)
-        self.largest = torch.maximum(_on(device, self.largest), shared)
-        mantissa, _ = torch.frexp(self.largest)
-        seen = _on(device, self._seen)
-        self._unit = torch.where(seen == 0, self.largest / mantissa, _on(device, self._unit))  # an exact power of two
-        self._seen = seen + shared
-        weight = torch.where(count == 0, 0.0, (count if self._mean else 1.0) / self._unit)
+        if self.expected is None:
+            self.expected = agree(count * self._steps).clamp(min=1)
+
+    def unit(self, device: torch.device) -> Tensor:
+        if self._unit is None:
+            assert self.expected is not None, "expect() came first"
+            expected = _on(device, self.expected)
+            self._unit = expected / torch.frexp(expected).mantissa  # exact
+        return _on(device, self._unit)
+
+    def weigh(self, loss: Tensor, count: Tensor) -> Tensor:
+        """The loss times its weight; 0-d, differentiable, at least float32. `count` is on the loss's device."""
+        weight = torch.where(count == 0, 0.0, (count if self._mean else 1.0) / self.unit(count.device))
         return loss.reshape(()) * weight.to(torch.promote_types(loss.dtype, torch.float32))
 
     def count_in(self, loss: Tensor, count: Tensor) -> None:
@@ -64,11 +70,12 @@ class TokenWeights:
 
     def factor(self, tokens: Tensor) -> Tensor:
         """c / N, 0-d float64; 0 if the whole window has no token."""
-        return torch.where(tokens > 0, _on(tokens.device, self._unit) / tokens.clamp(min=1), 0.0)
+        return torch.where(tokens > 0, self.unit(tokens.device) / tokens.clamp(min=1), 0.0)
 
-
-def _number(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64, device="cpu")
+    def learn(self, tokens: Tensor) -> None:
+        """How many tokens a window had on a rank, on average."""
+        assert self.expected is not None, "the window has ended"
+        self.expected = torch.maximum(_on(tokens.device, self.expected), tokens)
 
 
 def _on(device: torch.device, number: Tensor) -> Tensor:
