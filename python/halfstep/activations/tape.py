@@ -64,6 +64,7 @@ class Stored:
         self.buffer: HostBuffer | None = None
         self.back: Tensor | None = None
         self.arrived: Event | None = None
+        self.times_back = 0
         self.asked_for = False  # since it came back
         self.users: WeakSet[Any] = WeakSet()
         self.waiting: WeakSet[Any] = WeakSet()  # users that have not asked for it since it came back
@@ -99,6 +100,7 @@ class Stored:
         transfers.wait(transfers.incoming, self.left)
         transfers.copy_(transfers.incoming, self.back, self.buffer.memory[: self.nbytes])
         self.arrived = transfers.record(transfers.incoming)
+        self.times_back += 1
         self.asked_for = False
         self.waiting = WeakSet(self.users)
         self.tape.ahead += self.nbytes
@@ -188,7 +190,8 @@ class Tape:
         while position > 0 and self.ahead < self.limits.prefetch:
             position -= 1
             wanted = self.order[position]()
-            if wanted is not None and wanted.source is None and wanted.back is None:
+            # Those that were asked for in this pass still live until their operator is done
+            if wanted is not None and wanted.source is None and wanted.times_back < max(1, stored.times_back):
                 wanted.come_back()
         return memory
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,9 +73,9 @@ class HostEvent:
 class HostTransfers:
     """As `Transfers`.
 
-    A copy that does not wait for who wrote what it reads, or for who uses what it writes, raises RuntimeError. A copy
-    from memory that was freed too early leaves NaNs, a copy into such memory raises. Inside `with transfers.watch():`
-    operators are held to the same rules.
+    A copy that does not wait for who wrote what it reads, or for who uses what it writes, raises RuntimeError, and so
+    does one from or into memory that was freed too early. Inside `with transfers.watch():` operators are held to the
+    same rules; outside they find NaNs where a copy is yet to happen. `finish()` at the end.
 
     Args:
         seed: of the random times. The same seed and calls, the same times.
@@ -99,6 +100,7 @@ class HostTransfers:
         self.incoming = HostStream("the incoming stream", lazy=True)
         self._current = HostStream("the operators' stream", lazy=False)
         self._memories = Memories()
+        self._went_wrong = ""
         self.copying = False
         self.buffers = HostBuffers(self)
 
@@ -144,10 +146,10 @@ class HostTransfers:
                 f"{src.dtype} {tuple(src.shape)}; pass the bytes: t.view(torch.uint8)"
             )
         for tensor, writes in ((src, False), (dst, True)):
-            self._memories.of(tensor, unknown_by=self._current).check(stream, writes)
+            self._memories.check(tensor, stream, writes, unknown_by=self._current)
         for earlier in self._memories.of(dst).users():  # which this copy comes after
             earlier.stream.run_to(earlier.number)
-        self._raw_copy(dst, torch.full_like(dst, _POISON))
+        self._unwatched(lambda: dst.fill_(_POISON))
         number = stream.add(self._step(dst, src))
         self._memories.of(src).use(stream, number, writes=False)
         self._memories.of(dst).use(stream, number, writes=True)
@@ -159,10 +161,22 @@ class HostTransfers:
 
     def done(self, event: HostEvent) -> bool:
         self._go_on()
-        return event.stream.finished >= event.number
+        if event.stream.finished < event.number:
+            return False
+        self._memories.see(event.clock)
+        return True
 
     def synchronize(self, event: HostEvent) -> None:
         event.stream.run_to(event.number)
+        self._memories.see(event.clock)
+
+    def finish(self) -> None:
+        """Everything happens that is left to do. RuntimeError if something went wrong where nobody could see it: an
+        error at a copy that happens to be made while Python frees an object goes no further."""
+        for stream in (self.outgoing, self.incoming):
+            stream.run_to(stream.given)
+        if self._went_wrong:
+            raise RuntimeError(self._went_wrong)
 
     def empty(self, nbytes: int) -> Tensor:
         memory = torch.full((nbytes,), _POISON, dtype=torch.uint8, device="cpu")
@@ -189,21 +203,22 @@ class HostTransfers:
         places = [(StorageWeakRef(t.untyped_storage()), int(t.storage_offset()), t.shape) for t in (dst, src)]
 
         def run() -> None:
-            there = [_alive(*place) for place in places]
-            if there[0] is None:
-                raise RuntimeError(
-                    "a copy was still to write memory that has been freed; hold it until its event is done, or "
-                    "keep() it for the copy's stream"
+            to, source = (_alive(*place) for place in places)
+            if to is None or source is None:
+                does = "write" if to is None else "read"
+                self._went_wrong = (
+                    f"a copy was still to {does} memory that has been freed; hold it until the copy is done or the "
+                    "memory's stream waits for it, or keep() it for the copy's stream"
                 )
-            if there[1] is not None:
-                self._raw_copy(there[0], there[1])
+                raise RuntimeError(self._went_wrong)
+            self._unwatched(lambda: to.copy_(source))
 
         return run
 
-    def _raw_copy(self, dst: Tensor, src: Tensor) -> None:
+    def _unwatched(self, work: Callable[[], Any]) -> None:
         before, self.copying = self.copying, True
         try:
-            dst.copy_(src)
+            work()
         finally:
             self.copying = before
 

@@ -56,10 +56,14 @@ class Memory:
         else:
             self.readers[stream] = Use(stream, number)
 
-    def check(self, stream: HostStream, writes: bool) -> None:
-        """RuntimeError if the stream does not wait for those whose use is in the way of this one."""
+    def check(self, stream: HostStream, writes: bool, seen: Clock) -> None:
+        """RuntimeError if the stream does not wait for those whose use is in the way of this one.
+
+        Args: seen: what the host has seen done: whatever it gives to a stream now comes after that.
+        """
         for use in self.users() if writes else self.users()[len(self.readers) :]:
-            if use.stream is not stream and stream.clock.get(use.stream, 0) < use.number:
+            known = max(stream.clock.get(use.stream, 0), seen.get(use.stream, 0))
+            if use.stream is not stream and known < use.number:
                 did, does = ("writes" if use is self.writer else "reads"), ("writes" if writes else "reads")
                 raise RuntimeError(
                     f"{stream} {does} memory that {use.stream} {did}, and does not wait for it: "
@@ -75,8 +79,16 @@ class Memories:
     """By storage, so long as it lives. An address is not used again while there is a weak reference."""
 
     def __init__(self) -> None:
+        self.seen: Clock = {}
         self._known: dict[int, Memory] = {}
         self._prune_at = 1000
+
+    def check(self, tensor: Tensor, stream: HostStream, writes: bool, unknown_by: HostStream | None = None) -> None:
+        self.of(tensor, unknown_by).check(stream, writes, self.seen)
+
+    def see(self, clock: Clock) -> None:
+        """The host has seen this done."""
+        self.seen = {s: max(self.seen.get(s, 0), clock.get(s, 0)) for s in {*self.seen, *clock}}
 
     def of(self, tensor: Tensor, unknown_by: HostStream | None = None) -> Memory:
         """Args: unknown_by: who is taken for the writer, just now, of memory that is seen for the first time."""
@@ -106,9 +118,8 @@ class Watch(TorchDispatchMode):
         number = stream.add(None)
         written = _written(func, args, kwargs)
         for tensor in _tensors((args, kwargs)):
-            memory = self._memories.of(tensor)
-            memory.check(stream, id(tensor) in written)
-            memory.use(stream, number, writes=id(tensor) in written)
+            self._memories.check(tensor, stream, id(tensor) in written)
+            self._memories.of(tensor).use(stream, number, writes=id(tensor) in written)
         results = func(*args, **kwargs)
         given = {id(tensor) for tensor in _tensors((args, kwargs))}
         for tensor in _tensors(results):
