@@ -113,11 +113,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Callable[[
 }
 
 
-def gradients(name: str, forward: Callable[[], AbstractContextManager[Any]] = nullcontext) -> dict[str, Tensor]:
+def gradients(
+    name: str, forward: Callable[[], AbstractContextManager[Any]] = nullcontext, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """The loss, the parameters' and the input's gradients, with a context around forward."""
     make, inputs, loss_of = CASES[name]
     torch.manual_seed(0)
-    model, x = make(), inputs().requires_grad_()
+    model, x = make().to(device), inputs().to(device).requires_grad_()
     with forward():
         loss = loss_of(model, x)
     loss.backward()

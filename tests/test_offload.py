@@ -6,6 +6,8 @@ Guards: a view rebuilt with another offset, stride or dtype; a copy that nobody 
 from __future__ import annotations
 
 import pytest
+import torch
+from example_runs import Run, tiny
 from offload_cases import CASES, assert_same, gradients, offloaded
 
 import halfstep as hs
@@ -29,6 +31,22 @@ def test_gradients_keep_their_bits(name: str) -> None:
         assert 0 < context.fetched_bytes <= context.bytes
         assert context.in_flight_bytes == 0
         assert device.buffers.used_bytes == 0
+
+
+def test_the_example_keeps_its_gradients() -> None:
+    torch.manual_seed(0)
+    model = Run(tiny(layers=2)).model
+    ids = torch.arange(40).view(2, 20) % 60
+    expected = torch.autograd.grad(model(ids[:, :-1], ids[:, 1:]), list(model.parameters()))
+    for seed in range(3):
+        context, device = offloaded(seed, **LIMITS[seed])
+        with device.watch():
+            with context:
+                loss = model(ids[:, :-1], ids[:, 1:])
+            ours = torch.autograd.grad(loss, list(model.parameters()))
+            assert all(map(torch.equal, ours, expected))
+        assert context.stayed["parameters"] > 0
+        assert context.bytes > 0
 
 
 @pytest.mark.parametrize("name", CASES)

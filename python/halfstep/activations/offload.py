@@ -44,10 +44,10 @@ def offload_activations(
     pinned in exact size, goes round from step to step, and never takes more than at the worst moment so far. Bytes
     moved are each storage's, once out and once back.
 
-    Inside a checkpointed region nothing is saved, so put the context around the model: with torch.utils.checkpoint
-    (use_reentrant=False) it is the inputs of regions that move. Of contexts inside each other, and other users of
+    Put it around the model. With `checkpoint`, or torch.utils.checkpoint(use_reentrant=False), it is the inputs of
+    blocks that move; what a policy keeps besides stays. Of contexts inside each other, and other users of
     saved_tensors_hooks, the innermost has its way. Hooks belong to the thread that enters the context: forward passes
-    in others (DataParallel) are not seen. Under torch.compile, call the compiled model inside the context.
+    in others (DataParallel) are not seen. Compiled models work inside; a context in a compiled function ends its graph.
 
     Args:
         min_bytes: of a storage, from which on it moves; 1 or more.
@@ -109,6 +109,13 @@ class ActivationOffload(ContextDecorator):
         self.stayed: Counter[str] = Counter()
 
     def __enter__(self) -> ActivationOffload:
+        if torch.compiler.is_compiling():
+            from ..untraced import call
+
+            return call(self._open)
+        return self._open()
+
+    def _open(self) -> ActivationOffload:
         if self._hooks is not None:
             raise RuntimeError(
                 "offload_activations: this context is open already; make another one, or leave the inner `with` out"
@@ -119,12 +126,20 @@ class ActivationOffload(ContextDecorator):
                 "host what is to be computed again; put it around the model, and the blocks' inputs move"
             )
         self._tapes = {}
-        hooks = saved_tensors_hooks(self._pack, _unpack)
+        # A compiled function with a graph break has its Python between the graphs traced, these too
+        hooks = saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
         hooks.__enter__()
         self._hooks = hooks
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        if torch.compiler.is_compiling():
+            from ..untraced import call
+
+            return call(self._close, *raised)
+        return self._close(*raised)
+
+    def _close(self, *raised: Any) -> None:
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*raised)
 
@@ -156,7 +171,7 @@ class ActivationOffload(ContextDecorator):
     def __str__(self) -> str:
         stayed = ", ".join(f"{why} ({number})" for why, number in self.stayed.most_common())
         moved = (
-            f"{self.bytes:,} bytes moved to the host, {self.storages} storages of {self.tensors} tensors; "
+            f"{self.bytes:,} bytes moved to the host (storages: {self.storages}, saved tensors: {self.tensors}); "
             f"{self.fetched_bytes:,} came back; at most {self.peak_in_flight_bytes:,} in flight"
             if self.storages
             else "nothing moved"

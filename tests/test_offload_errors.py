@@ -1,0 +1,52 @@
+"""What offload_activations refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from offload_cases import offloaded
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.ops import devices
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("value", [-1, 0, 1.5, True, "1 MiB", None])
+@pytest.mark.parametrize("name", ["min_bytes", "keep_last_bytes", "prefetch_bytes", "in_flight_bytes"])
+def test_numbers_of_bytes(name: str, value: Any) -> None:
+    if value == 0 and value is not False and name != "min_bytes":
+        hs.offload_activations(**{name: value})
+        return
+    with pytest.raises(ValueError, match=rf"{name} must be a whole number of bytes, \d or more, got .*2\*\*20"):
+        hs.offload_activations(**{name: value})
+
+
+def test_entered_twice() -> None:
+    context = hs.offload_activations()
+    with context, pytest.raises(RuntimeError, match="open already; make another one"), context:
+        pass
+    with context:
+        pass
+
+
+def test_inside_a_checkpointed_block() -> None:
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with hs.offload_activations():
+                return x.exp()
+
+    model = nn.Sequential(Inner())
+    hs.checkpoint(model, blocks=lambda name, module: isinstance(module, Inner))
+    with pytest.raises(RuntimeError, match=r"inside a block that checkpoint recomputes.*put it around the model"):
+        model(torch.ones(2, requires_grad=True))
+
+
+def test_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "is_capturing", lambda device: True)
+    context, _ = offloaded()
+    with context, pytest.raises(RuntimeError, match=r"a CUDA graph is being captured.*without it"):
+        torch.ones(8, requires_grad=True).exp()
