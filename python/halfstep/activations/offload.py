@@ -127,7 +127,8 @@ class ActivationOffload(ContextDecorator):
             )
         self._tapes = {}
         # A compiled function with a graph break has its Python between the graphs traced, these too
-        hooks = saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(_unpack))
+        untraced: Any = torch.compiler.disable
+        hooks = saved_tensors_hooks(untraced(self._pack), untraced(_unpack))
         hooks.__enter__()
         self._hooks = hooks
         return self
