@@ -15,19 +15,19 @@ WIDTH, HEADS = 16, 2
 
 
 def keep_all(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    """A policy that keeps the result of every operator that may be kept, views and random numbers too."""
-    return not op._schema.is_mutable
+    """A policy that keeps the result of every operator, random numbers too."""
+    return True
 
 
 class KeepSome:
-    """A policy that keeps every second result that may be kept."""
+    """A policy that keeps every second result."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
         self.count += 1
-        return self.count % 2 == 0 and not op._schema.is_mutable
+        return self.count % 2 == 0
 
 
 POLICIES = {"layer": lambda: "layer", "selective": lambda: "selective", "all": lambda: keep_all, "some": KeepSome}
@@ -90,7 +90,7 @@ def run(model: nn.Module, x: Tensor, forward: Callable[..., Any] | None = None, 
     torch.manual_seed(seed)
     model.zero_grad()
     x.grad = None
-    outputs = [leaf for leaf in tree_leaves((forward or model)(x)) if isinstance(leaf, Tensor)]
+    outputs = [leaf for leaf in tree_leaves((model if forward is None else forward)(x)) if isinstance(leaf, Tensor)]
     sum(output.float().square().sum() for output in outputs if output.requires_grad).backward()
     found = {f"output {i}": output.detach().clone() for i, output in enumerate(outputs)}
     found |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

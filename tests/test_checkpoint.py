@@ -138,15 +138,22 @@ def test_nothing_is_recomputed_without_gradients(policy: Any) -> None:
     assert forwards(model) == [4, 4], "with gradients, in eval() too"
 
 
-def test_what_is_kept_may_be_written_over(policy: Any) -> None:
-    """In the block, as ReLU(inplace=True) in it does, and behind it."""
+@pytest.mark.parametrize("bias", [True, False], ids=["addmm", "mm and a view of it that counts writes on its own"])
+@pytest.mark.parametrize("layer", [nn.Conv1d, nn.Linear])
+def test_what_is_kept_may_be_written_over(policy: Any, layer: Any, bias: bool) -> None:
+    """In the block, as LeakyReLU(inplace=True) in it does (what ReLU does twice is done once), and behind it."""
+
+    def product() -> nn.Module:
+        return nn.Conv1d(5, 5, 3, padding=1, bias=bias) if layer is nn.Conv1d else nn.Linear(WIDTH, WIDTH, bias=bias)
+
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Conv1d(5, 5, 3, padding=1), nn.ReLU(inplace=True), nn.Conv1d(5, 5, 1)) for _ in range(2)]
-    model = nn.ModuleList(layers)
+    model = nn.ModuleList(
+        nn.Sequential(product(), nn.LeakyReLU(0.5, inplace=True), nn.Softplus(), product()) for _ in range(2)
+    )
 
     def forward(x: Tensor) -> Tensor:
-        for layer in model:
-            x = layer(x)
+        for block in model:
+            x = block(x)
             x += 1
             x *= x.detach().sigmoid()
         return x
@@ -285,3 +292,31 @@ def test_one_block() -> None:
     plain = run(model, inputs())
     assert hs.checkpoint(model).blocks == ("blocks.0",)
     assert_same_run(run(model, inputs()), plain)
+
+
+class Drawn(nn.Module):
+    """Keeps the output of the first layer alive behind the last saved tensor, where it is written over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y, (y + 0.0).sin()
+
+
+def test_a_kept_result_that_the_caller_writes_over(policy: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([Drawn(), Drawn()])
+
+    def forward(x: Tensor) -> Tensor:
+        for block in model:
+            y, z = block(x)
+            y += 1
+            x = y + z
+        return x
+
+    plain = run(model, inputs(), forward)
+    hs.checkpoint(model, policy)
+    assert_same_run(run(model, inputs(), forward), plain)

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from ..shards import is_sharded
 
+# Of the modules of a block: which, and whether each is training, without which batch normalisation changes nothing.
+Modes = tuple[tuple[int, bool], ...]
+
 
 @dataclass(eq=False)
 class _Place:
@@ -34,17 +37,20 @@ class _Place:
 
 
 class Changing:
-    """Which buffers a block's forward changes, learned from each first forward: the others need no copies."""
+    """Modules whose buffers a block's forward changes, learned from its first forward: the others' need no copies."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bool, ...], frozenset[tuple[int, str]]] = {}
+        self._known: dict[Modes, frozenset[int]] = {}
 
-    def may_change(self, modes: tuple[bool, ...], holder: dict[str, Any], key: str) -> bool:
-        known = self._known.get(modes)
-        return known is None or (id(holder), key) in known
+    def may_change(self, modes: Modes, place: _Place) -> bool:
+        return place.is_buffer and (modes not in self._known or id(place.holder) in self._known[modes])
 
-    def learn(self, modes: tuple[bool, ...], changed: list[_Place]) -> None:
-        self._known.setdefault(modes, frozenset((id(place.holder), place.key) for place in changed))
+    def learn(self, modes: Modes, places: list[_Place]) -> None:
+        """Of each first forward. Batch normalisation writes to two of its buffers without counting it as a write, so
+        values are compared, once, and all buffers of a module go with one."""
+        if modes not in self._known:
+            changed = [place for place in places if place.changed() or not _same_values(place)]
+            self._known[modes] = frozenset(id(place.holder) for place in changed if place.is_buffer)
 
 
 class BlockState:
@@ -53,7 +59,9 @@ class BlockState:
     def __init__(self, module: nn.Module, changing: Changing):
         self._module, self._changing = module, changing
         modules = list(module.modules())
-        self._modes = tuple(part.training for part in modules)  # batch normalisation changes its buffers in one of them
+        self._modes = tuple(
+            (id(part), part.training) for part in modules
+        )  # batch normalisation changes its buffers in one of them
         self._places = [
             _Place(holder, key, tensor, _version(tensor), is_buffer)
             for part in modules
@@ -61,28 +69,26 @@ class BlockState:
             for key, tensor in holder.items()
             if tensor is not None
         ]
-        copies: dict[int, Tensor] = {}
+        copies: dict[int, Tensor] = {}  # one of a buffer that several modules share
         for place in self._places:
-            if place.is_buffer and changing.may_change(self._modes, place.holder, place.key):
+            if changing.may_change(self._modes, place):
                 if id(place.tensor) not in copies:
                     copies[id(place.tensor)] = place.tensor.detach().clone()
                 place.copy = copies[id(place.tensor)]
 
     def after_forward(self) -> None:
         """Lets go of copies that nothing needs."""
-        changed = [place for place in self._places if place.is_buffer and place.changed()]
-        for place in changed:
-            if place.copy is None:
-                raise RuntimeError(
-                    f"the forward of {type(self._module).__name__} changed its buffer {self._name(place)!r}, which its "
-                    "first forward under halfstep.checkpoint did not, so no copy was made for the recomputation; "
-                    "change it in every forward or outside of the block, or leave this block out with blocks="
-                )
-        self._changing.learn(self._modes, changed)
-        unchanged = {id(place) for place in self._places} - {id(place) for place in changed}
+        self._changing.learn(self._modes, self._places)
         for place in self._places:
-            if id(place) in unchanged:
+            if not self._changing.may_change(self._modes, place):
                 place.copy = None
+                if place.is_buffer and place.changed():
+                    raise RuntimeError(
+                        f"the forward of {type(self._module).__name__} changed its buffer {self._name(place)!r}, which "
+                        "its first forward under halfstep.checkpoint did not, so no copy was made for the "
+                        "recomputation; change it in every forward or outside of the block, or leave this block out "
+                        "with blocks="
+                    )
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
@@ -134,3 +140,12 @@ def _gathered(now: Any, then: Tensor) -> bool:
 def _version(tensor: Tensor) -> int:
     """What every write in place adds to; tensors made under inference_mode have none, and refuse to be written to."""
     return 0 if torch.is_inference(tensor) else tensor._version
+
+
+def _same_values(place: _Place) -> bool:
+    """Whether a buffer still has the values of its copy; False where that cannot be told."""
+    if place.copy is None:
+        return True
+    if place.tensor.device.type == "meta" or type(place.tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        return False
+    return torch.equal(place.tensor, place.copy)

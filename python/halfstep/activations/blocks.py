@@ -101,7 +101,9 @@ def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _repeated_classes(container: nn.Module) -> set[type[nn.Module]]:
     """Classes of children that make the container a stack of blocks; a ModuleList of one is one of depth 1."""
-    count = Counter(type(child) for child in container.children() if _may_be_block(child))
+    # Not children(), which leaves out repetitions of one module.
+    children: Any = container.values() if isinstance(container, nn.ModuleDict) else container
+    count = Counter(type(child) for child in children if _may_be_block(child))
     alone = isinstance(container, nn.ModuleList) and len(container) == 1
     return {kind for kind, n in count.items() if n > 1 or alone}
 

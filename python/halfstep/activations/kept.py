@@ -8,6 +8,7 @@ more than once; and results that no recomputation would get to are not kept.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,11 +19,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 # Private, as in torch's own selective checkpoint: an alias without a graph that shares the version counter.
 from torch.utils.checkpoint import _detach_helper as _alias
 
+# Compiled parts of a block call what is marked so. Private: torch.compiler.disable imports dynamo at once.
+untraced = torch._disable_dynamo
 Decide = Callable[..., Any]
 _KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
@@ -31,9 +39,18 @@ _OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLO
 def contexts(decide: Decide) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts for a forward of a block and for its recomputations. Results of operators for which `decide(ctx, op,
     *args, **kwargs)` returns True, MUST_SAVE or PREFER_SAVE are kept; it is called once for each operator of the
-    forward, in order, after it ran (`ctx.op_output`)."""
+    forward, in order, after it ran (`ctx.op_output`). Views, and what operators wrote in place, are made again whatever
+    it says: that takes no memory."""
     store = _Store()
     return _Keep(decide, store), _Reuse(store)
+
+
+def traced_contexts(decide: Decide) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The same under torch.compile. What it traces is marked for its partitioner by torch's own contexts; a block that
+    it leaves to Python after all (a graph break inside) gets those above."""
+    if not torch.compiler.is_compiling():
+        return contexts(decide)
+    return create_selective_checkpoint_contexts(functools.partial(checked_decision, decide))
 
 
 def checked_decision(decide: Decide, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -51,11 +68,6 @@ def checked_decision(decide: Decide, ctx: Any, op: Any, *args: Any, **kwargs: An
             f"a policy function must say save or recompute; got {said.name} for {op}, which torch recomputes in "
             "silence: use halfstep.offload_activations() around the forward to move what is saved to the host"
         )
-    if said in _KEEP and writes(op):
-        raise ValueError(
-            f"the result of an operator that writes into its arguments cannot be kept, since the recomputation must "
-            f"write again; got {said.name} for {op}: return PREFER_RECOMPUTE for it"
-        )
     return said
 
 
@@ -67,24 +79,30 @@ def saved_tensors_seen(seen: Callable[[Tensor], None]) -> Iterator[None]:
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     pack, unpack = top or (lambda x: x, lambda x: x)
 
-    def look(tensor: Tensor) -> Any:
-        seen(tensor)
-        return pack(tensor)
-
-    with torch.autograd.graph.saved_tensors_hooks(look, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(functools.partial(_look, seen, pack), unpack):
         yield
+
+
+@untraced
+def _look(seen: Callable[[Tensor], None], pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    seen(tensor)
+    return pack(tensor)
 
 
 @dataclass
 class _Result:
     output: Any  # as the operator returned it, tensors as aliases
-    versions: list[int]
     position: int  # of the operator, among those of the forward
     device: torch.device | None  # whose random numbers the operator drew
     random_state: Tensor | None  # ... and where their sequence was behind it
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def watch(self, output: Any) -> None:
+        """From now on a write to these tensors is noticed."""
+        self.versions += [(t, t._version) for t in _tensors(output) if not t.is_inference()]
 
     def unchanged(self) -> bool:
-        return self.versions == _versions(self.output)
+        return all(tensor._version == version for tensor, version in self.versions)
 
 
 @dataclass
@@ -105,6 +123,7 @@ class _Keep(TorchDispatchMode):
         self.decide, self.store = decide, store
         self.calls: dict[Any, int] = defaultdict(int)
         self.position = self.saved_at = 0
+        self.by_storage: dict[int, list[_Result]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -121,10 +140,12 @@ class _Keep(TorchDispatchMode):
         self._watching.__exit__(*error)
         # A recomputation stops once it has all that was saved; what was written to is no longer the result.
         self.store.drop(lambda result: result.position > self.saved_at or not result.unchanged())
+        self.by_storage.clear()
 
     def _saved(self, _: Tensor) -> None:
         self.saved_at = self.position
 
+    @untraced
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = op(*args, **kwargs)
@@ -136,12 +157,20 @@ class _Keep(TorchDispatchMode):
         self.calls[key] += 1
         ctx = SelectiveCheckpointContext(is_recompute=False)
         ctx.op_output = output
-        if checked_decision(self.decide, ctx, op, *args, **kwargs) in _KEEP:
+        wanted = checked_decision(self.decide, ctx, op, *args, **kwargs) in _KEEP
+        if _is_alias(op):  # a view counts its writes with what it shows
+            return output
+        for tensor in _tensors(output):  # some operators share memory unseen: aten::_unsafe_view, behind most products
+            for result in self.by_storage.get(_storage(tensor), ()):
+                result.watch(_alias(tensor))
+        if wanted:
             device = _random_device(op, output)
             state = None if device is None else _random_state(device)
-            aliases = tree_map_only(Tensor, _alias, output)
-            result = _Result(aliases, _versions(aliases), self.position, device, state)
+            result = _Result(tree_map_only(Tensor, _alias, output), self.position, device, state)
+            result.watch(result.output)
             self.store.results[key, number] = result
+            for tensor in _tensors(output):
+                self.by_storage.setdefault(_storage(tensor), []).append(result)
         return output
 
 
@@ -161,6 +190,7 @@ class _Reuse(TorchDispatchMode):
         self.calls.clear()
         return super().__enter__()
 
+    @untraced
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if uncounted(op, args):
             return op(*args, **(kwargs or {}))
@@ -191,19 +221,34 @@ def uncounted(op: Any, args: tuple[Any, ...]) -> bool:
 
 
 def writes(op: Any) -> bool:
+    """Whether the operator writes into its arguments."""
     schema = getattr(op, "_schema", None)  # private, as everywhere in torch that asks this: OpOverload has no other
     return schema is not None and schema.is_mutable
 
 
-def _versions(output: Any) -> list[int]:
-    return [t._version for t in tree_leaves(output) if isinstance(t, Tensor) and not t.is_inference()]
+def _is_alias(op: Any) -> bool:
+    """Whether the operator returns (a view of) one of its arguments."""
+    schema = getattr(op, "_schema", None)
+    return schema is not None and any(value.alias_info is not None for value in schema.returns)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [output] if isinstance(output, Tensor) else [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    """What two tensors have in common that share memory; a kept one cannot be reused while it is kept."""
+    try:
+        return tensor.untyped_storage()._cdata  # private: data_ptr() is the same for all fake and empty tensors
+    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses have none
+        return id(tensor)
 
 
 def _random_device(op: Any, output: Any) -> torch.device | None:
     """The device whose random numbers the operator may have drawn."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return None
-    return next((t.device for t in tree_leaves(output) if isinstance(t, Tensor)), None)
+    return next((t.device for t in _tensors(output)), None)
 
 
 def _random_state(device: torch.device) -> Tensor | None:

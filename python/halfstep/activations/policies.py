@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy
 
 from . import kept
 
@@ -89,8 +89,7 @@ class KeepResults(KeepInputs):
         return functools.partial(kept.contexts, self.policy_fn)
 
     def traced_context_fn(self) -> ContextFn:
-        checked = functools.partial(kept.checked_decision, self.policy_fn)
-        return functools.partial(create_selective_checkpoint_contexts, checked)
+        return functools.partial(kept.traced_contexts, self.policy_fn)
 
 
 # Products with weights, and convolutions. What an operator is called here is what autograd's decompositions leave.

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from .block_state import BlockState, Changing
-from .policies import Everything, Policy
+from .policies import ContextFn, Everything, Policy
 from .transformers_layers import CACHE_LEFT_OUT, require_no_other_checkpointing, without_cache
 
 _MARK = "_halfstep_recomputed"  # attribute of a block: found also when others have replaced its forward since
@@ -96,10 +96,8 @@ class Recomputed:
         context_fn = self.shared.policy.contexts(self.name, self._block(), args, kwargs)
         if isinstance(context_fn, Everything):
             return forward(*args, **kwargs)
-        call = _Call(forward, self._block(), self._changing, args, kwargs)
-        output = torch_checkpoint(call, *call.tensors(), use_reentrant=False, context_fn=context_fn or noop_context_fn)
-        call.finished()
-        return output
+        call = _Call(forward, self._block(), self._changing)
+        return _checkpointed(call, args, kwargs, context_fn or noop_context_fn)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         module = self._block()
@@ -108,7 +106,7 @@ class Recomputed:
         cacheless = without_cache(module, args, kwargs)
         if cacheless is None:
             return args, kwargs
-        if not self.shared.warned:
+        if not self.shared.warned and not torch.compiler.is_compiling():  # a warning would break the graph
             self.shared.warned = True
             warnings.warn(CACHE_LEFT_OUT, stacklevel=3)
         return cacheless
@@ -116,9 +114,14 @@ class Recomputed:
     def _traced(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Under torch.compile, which makes one graph of forward and recomputation: what changes buffers is not
         repeated there, and random numbers are kept track of."""
+        broken: list[_Call] = []
 
         def run(*args: Any) -> Any:  # kwargs of the block may have the names of torch's own
-            return forward(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return forward(*args, **kwargs)
+            if not broken:  # the graph breaks inside of the block, which is left to Python
+                broken.append(_Call(forward, self._block(), self._changing))
+            return broken[0](*args, **kwargs)
 
         context_fn = self.shared.policy.traced_context_fn()
         if context_fn is None:
@@ -126,46 +129,41 @@ class Recomputed:
         return torch_checkpoint(run, *args, use_reentrant=False, context_fn=context_fn)
 
 
+def _checkpointed(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], context_fn: ContextFn) -> Any:
+    """Hands every tensor among the arguments, however nested, to torch's checkpoint as an argument of its own: it is
+    saved as autograd saves, so that a later write is noticed and hooks around the block see it."""
+    leaves, spec = tree_flatten((args, kwargs))
+    # Tensors of inference_mode cannot be saved.
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    tensors = [leaves[i] for i in where]
+    for i in where:
+        leaves[i] = None
+
+    def run(*tensors: Tensor) -> Any:
+        given = list(leaves)
+        for i, tensor in zip(where, tensors, strict=True):
+            given[i] = tensor
+        args, kwargs = tree_unflatten(given, spec)
+        return call(*args, **kwargs)
+
+    return torch_checkpoint(run, *tensors, use_reentrant=False, context_fn=context_fn)
+
+
 class _Call:
-    """One forward of a block and its recomputations.
+    """One forward of a block, which is the first call, and its recomputations."""
 
-    Every tensor among the arguments, however nested, is handed to torch's checkpoint as one of its own: so it is saved
-    as autograd saves (a later write is noticed, hooks around the block see it).
-    """
+    def __init__(self, forward: Callable[..., Any], module: nn.Module, changing: Changing):
+        self._forward, self._module, self._changing = forward, module, changing
+        self._state: BlockState | None = None
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        module: nn.Module,
-        changing: Changing,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ):
-        self._forward = forward
-        self._leaves, self._spec = tree_flatten((args, kwargs))
-        self._where = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and not leaf.is_inference()]
-        self._state = BlockState(module, changing)
-        self._recomputing = False
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments, of which this keeps none."""
-        tensors = [self._leaves[i] for i in self._where]
-        for i in self._where:
-            self._leaves[i] = None
-        return tensors
-
-    def finished(self) -> None:
-        self._state.after_forward()
-        self._recomputing = True
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        leaves = list(self._leaves)
-        for i, tensor in zip(self._where, tensors, strict=True):
-            leaves[i] = tensor
-        args, kwargs = tree_unflatten(leaves, self._spec)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with _marked():
-            if not self._recomputing:
-                return self._forward(*args, **kwargs)
+            if self._state is None:
+                state = BlockState(self._module, self._changing)
+                output = self._forward(*args, **kwargs)
+                state.after_forward()
+                self._state = state
+                return output
             with self._state.as_in_forward():
                 return self._forward(*args, **kwargs)
 
