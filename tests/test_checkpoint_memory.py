@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from allocations import Allocations
 from checkpointed import keep_all
 from example_runs import Config  # noqa: F401  (puts the examples' folder on the path)
 from gpt.matmul import Matmul
@@ -80,11 +79,11 @@ def counted(model: nn.Module, *arguments: Tensor) -> tuple[int, int, int]:
     """(FLOPs of the forward, FLOPs of forward and backward, bytes that the forward left allocated)"""
     flops = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
     with flops:
-        with Allocations() as allocated:
+        with hs.measure_activations() as measured:
             out = model(*arguments)
-        kept, forward = allocated.live, flops.get_total_flops()
+        forward = flops.get_total_flops()
         out.sum().backward()
-    return forward, flops.get_total_flops(), kept
+    return forward, flops.get_total_flops(), measured.bytes
 
 
 @pytest.fixture
