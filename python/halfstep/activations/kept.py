@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 from torch.utils.checkpoint import _detach_helper as _alias
 
 # Compiled parts of a block call what is marked so. Private: torch.compiler.disable imports dynamo at once.
-untraced = torch._disable_dynamo
+untraced = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 Decide = Callable[..., Any]
 _KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
