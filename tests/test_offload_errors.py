@@ -46,7 +46,12 @@ def test_inside_a_checkpointed_block() -> None:
 
 
 def test_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "is_capturing", lambda device: True)
     context, _ = offloaded()
+    x = torch.ones(8, requires_grad=True)
+    with context:
+        y = x.exp()
+    monkeypatch.setattr(devices, "is_capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match=r"a CUDA graph is being captured.*without it"):
+        y.sum().backward()
     with context, pytest.raises(RuntimeError, match=r"a CUDA graph is being captured.*without it"):
-        torch.ones(8, requires_grad=True).exp()
+        x.exp()

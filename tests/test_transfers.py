@@ -56,6 +56,15 @@ def test_what_fits_nothing_makes_room() -> None:
     assert pool.used_bytes + pool.free_bytes <= 3 * 4600
 
 
+def test_a_host_without_memory_is_named() -> None:
+    device = HostTransfers()
+    device.buffers.take(1000, device.outgoing)
+    with pytest.raises(
+        RuntimeError, match=r"no 1,152,\d+,\d+,\d+,\d+,\d+ bytes.* cpu .*beside 1,000 in use; move less"
+    ):
+        device.buffers.take(2**60, device.outgoing)
+
+
 # ---- the device on the host ----------------------------------------------------------------------------------------
 def test_a_copy_happens_later_and_nan_is_there_until_then() -> None:
     seen = set()

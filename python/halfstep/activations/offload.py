@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from ..ops import devices
 from ..transfers import Transfers, transfers_of
 from .recompute import inside_block
-from .saved import Moves, Stays
+from .saved import Moves, Stays, refuse_capture
 from .tape import Counts, Limits, Tape
 
 MIB = 2**20
@@ -185,11 +185,7 @@ class ActivationOffload(ContextDecorator):
             if why is not None:
                 self.stayed[why] += 1
                 return Stays(tensor)
-            if devices.is_capturing(tensor.device):
-                raise RuntimeError(
-                    "offload_activations: a CUDA graph is being captured, and a replay would copy to host memory that "
-                    "has gone to others by then; capture without it, or offload without capturing"
-                )
+            refuse_capture(tensor.device)
             self.tensors += 1
             plain = tensor.detach().resolve_conj().resolve_neg()  # lazy signs are no part of the memory
             return Moves(tensor, plain, self._tape(tensor.device).store(plain, tensor._version))

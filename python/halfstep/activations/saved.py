@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..ops import devices
+
 if TYPE_CHECKING:
     from .tape import Stored
 
@@ -46,10 +48,19 @@ class Moves:
     def restored(self) -> Tensor:
         check_version(self._versioned, self._versioned._version, self._version)
         tape = self._stored.tape
+        refuse_capture(tape.transfers.device)
         with tape.counts.lock:
             memory = tape.memory(self._stored, self)
         tensor = torch.empty(0, dtype=self._versioned.dtype, device=memory.device)
         return tensor.set_(memory.untyped_storage(), *self._geometry)  # type: ignore[call-overload]
+
+
+def refuse_capture(device: torch.device) -> None:
+    if devices.is_capturing(device):
+        raise RuntimeError(
+            "offload_activations: a CUDA graph is being captured, and a replay would copy from and to host memory that "
+            "has gone to others by then; capture without it, or offload without capturing"
+        )
 
 
 def version_of(tensor: Tensor) -> int | None:

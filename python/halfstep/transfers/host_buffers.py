@@ -46,7 +46,8 @@ class HostBuffers:
         self._most_used = 0
         self._pinned: dict[int, Tensor] = {}
         # unpin() knows no transfers, which know their buffers and would live as long as this
-        finalize(self, _unpin_all, transfers.unpin, self._pinned)
+        unpinning = finalize(self, _unpin_all, transfers.unpin, self._pinned)
+        unpinning.atexit = False  # then the system does it, and a forked process must not
 
     @property
     def used_bytes(self) -> int:
@@ -65,7 +66,7 @@ class HostBuffers:
         with self._lock:
             self._collect()
             found = self._fitting(nbytes)
-            buffer = found or HostBuffer(_pages(nbytes))
+            buffer = found or HostBuffer(self._pages(nbytes))
             self._used += buffer.memory.nbytes
             self._most_used = max(self._most_used, self._used)
             self._make_room()
@@ -108,6 +109,18 @@ class HostBuffers:
             if memory is not None:
                 self._transfers.unpin(memory)
 
+    def _pages(self, nbytes: int) -> Tensor:
+        """Memory that begins with a page of its own and shares none."""
+        try:
+            memory = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8, device="cpu")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the host has no {nbytes:,} bytes of memory for what {self._transfers.device} moves there, beside "
+                f"{self._used:,} in use; move less (smaller batches, checkpoint), or give the job more memory"
+            ) from error
+        start = -memory.data_ptr() % PAGE
+        return memory[start : start + nbytes]
+
     def _pin(self, buffer: HostBuffer) -> None:
         if self._refused:  # what the system did not allow once costs time at each try
             return
@@ -122,13 +135,6 @@ class HostBuffers:
             "(`ulimit -l`, or --ulimit memlock=-1 of a container), or move less to the host.",
             stacklevel=3,
         )
-
-
-def _pages(nbytes: int) -> Tensor:
-    """Memory that begins with a page of its own and shares none."""
-    memory = torch.empty(nbytes + 2 * PAGE, dtype=torch.uint8, device="cpu")
-    start = -memory.data_ptr() % PAGE
-    return memory[start : start + nbytes]
 
 
 def _unpin_all(unpin: Callable[[Tensor], None], pinned: dict[int, Tensor]) -> None:
