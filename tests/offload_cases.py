@@ -57,7 +57,7 @@ class Views(nn.Module):
         columns = y.t()[::2] * y.t()[1::2].sin()
         spread = y[:1].expand(4, 8) * y[1:5]
         z = torch.view_as_complex(y.unflatten(1, (4, 2)).contiguous())
-        turned = (z * z.conj()).abs() + (z.conj() * z.imag).real + z.conj().imag.exp()
+        turned = (z * z.conj()).abs() + (z.conj() * z.imag).real + z.conj().imag.exp() * z.conj().imag
         wide = y.double() * y.double().cos()
         bits = y * (y.detach().view(torch.int32) % 2).to(y.dtype)
         empty = (y[:0] * y[:0].exp()).sum()

@@ -23,7 +23,8 @@ def test_a_graph_that_is_dropped_gives_everything_back() -> None:
     with context:
         loss = plain(transformer(), tokens())
     assert device.buffers.used_bytes == context.bytes > 0
-    del loss
+    with device.buffers.lock:  # as where the garbage collector drops it in the midst of something
+        del loss
     assert device.buffers.used_bytes == 0
     assert context.in_flight_bytes == 0
     free = device.buffers.free_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import ContextDecorator
 from typing import Any
 
@@ -102,7 +102,7 @@ class ActivationOffload(ContextDecorator):
             in_flight=_checked("in_flight_bytes", in_flight_bytes, least=0),
         )
         self._transfers = transfers
-        self._counts = Counts()
+        self._counts: defaultdict[torch.device, Counts] = defaultdict(Counts)
         self._tapes: dict[torch.device, Tape] = {}
         self._hooks: Any = None
         self.tensors = 0
@@ -147,27 +147,28 @@ class ActivationOffload(ContextDecorator):
     @property
     def bytes(self) -> int:
         """Bytes that were copied to the host so far."""
-        return self._counts.bytes
+        return sum(counts.bytes for counts in self._counts.values())
 
     @property
     def storages(self) -> int:
-        return self._counts.storages
+        return sum(counts.storages for counts in self._counts.values())
 
     @property
     def fetched_bytes(self) -> int:
-        return self._counts.fetched_bytes
+        return sum(counts.fetched_bytes for counts in self._counts.values())
 
     @property
     def peak_in_flight_bytes(self) -> int:
-        return self._counts.peak_in_flight
+        """The most on one device."""
+        return max((counts.peak_in_flight for counts in self._counts.values()), default=0)
 
     @property
     def in_flight_bytes(self) -> int:
         """Bytes of device memory that copies to the host hold; those that are done let go of theirs."""
-        with self._counts.lock:
-            for tape in self._tapes.values():
+        for tape in self._tapes.values():
+            with tape.lock:
                 tape.let_go_of_done()
-            return self._counts.in_flight
+        return sum(counts.in_flight for counts in self._counts.values())
 
     def __str__(self) -> str:
         stayed = ", ".join(f"{why} ({number})" for why, number in self.stayed.most_common())
@@ -181,20 +182,21 @@ class ActivationOffload(ContextDecorator):
 
     def _pack(self, tensor: Tensor) -> Stays | Moves:
         why = self._why_it_stays(tensor)
-        with self._counts.lock:
-            if why is not None:
-                self.stayed[why] += 1
-                return Stays(tensor)
-            refuse_capture(tensor.device)
-            self.tensors += 1
-            plain = tensor.detach().resolve_conj().resolve_neg()  # lazy signs are no part of the memory
-            return Moves(tensor, plain, self._tape(tensor.device).store(plain, tensor._version))
+        if why is not None:
+            self.stayed[why] += 1
+            return Stays(tensor)
+        refuse_capture(tensor.device)
+        self.tensors += 1
+        plain = tensor.detach().resolve_conj().resolve_neg()  # lazy signs are no part of the memory
+        tape = self._tape(tensor.device)
+        with tape.lock:
+            return Moves(tensor, plain, tape.store(plain, tensor._version))
 
     def _tape(self, device: torch.device) -> Tape:
         if device not in self._tapes:
             transfers = self._transfers or transfers_of(device)
             assert transfers is not None
-            self._tapes[device] = Tape(transfers, self._limits, self._counts)
+            self._tapes[device] = Tape(transfers, self._limits, self._counts[device])
         return self._tapes[device]
 
     def _why_it_stays(self, tensor: Tensor) -> str | None:

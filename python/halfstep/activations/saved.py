@@ -49,7 +49,7 @@ class Moves:
         check_version(self._versioned, self._versioned._version, self._version)
         tape = self._stored.tape
         refuse_capture(tape.transfers.device)
-        with tape.counts.lock:
+        with tape.lock:
             memory = tape.memory(self._stored, self)
         tensor = torch.empty(0, dtype=self._versioned.dtype, device=memory.device)
         return tensor.set_(memory.untyped_storage(), *self._geometry)  # type: ignore[call-overload]

@@ -12,9 +12,8 @@ Where it is, and what must not happen before what:
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary, ref
 
@@ -38,15 +37,13 @@ class Limits:
 
 @dataclass
 class Counts:
-    """What one context has moved, over all its devices."""
+    """What one context has moved, on one device."""
 
     bytes: int = 0
     storages: int = 0
     fetched_bytes: int = 0
     in_flight: int = 0
     peak_in_flight: int = 0
-    # Reentrant: the garbage collector may free a graph, and with it what is stored, inside of what holds the lock.
-    lock: Any = field(default_factory=threading.RLock)
 
 
 class Stored:
@@ -129,8 +126,8 @@ class Stored:
             self.tape.ahead -= self.nbytes
 
     def __del__(self) -> None:
-        with self.tape.counts.lock:
-            transfers = self.tape.transfers
+        transfers = self.tape.transfers
+        with self.tape.lock:
             self.let_go(done=False)
             if self.back is not None and not self.asked_for:  # fetched ahead of a backward pass that went no further
                 transfers.wait(self.home, self.arrived)
@@ -140,10 +137,11 @@ class Stored:
 
 
 class Tape:
-    """What one entry of the context saved on one device, in order."""
+    """What one entry of the context saved on one device, in order. Whoever calls it holds its lock."""
 
     def __init__(self, transfers: Transfers, limits: Limits, counts: Counts) -> None:
         self.transfers, self.limits, self.counts = transfers, limits, counts
+        self.lock = transfers.buffers.lock
         self.order: list[ref[Stored]] = []
         self._prune_at = 100
         self.ahead = 0  # bytes that came back and nobody has asked for yet

@@ -38,7 +38,9 @@ class HostBuffers:
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self._lock = threading.Lock()
+        # For whoever moves the device's memory: one lock, because the garbage collector may free what was moved, in any
+        # thread, inside of what holds it. Reentrant for the same reason.
+        self.lock = threading.RLock()
         self._returned: deque[tuple[HostBuffer, Event | None]] = deque()
         self._free: list[HostBuffer] = []  # the one that was given back first comes first
         self._refused = False
@@ -51,19 +53,19 @@ class HostBuffers:
 
     @property
     def used_bytes(self) -> int:
-        with self._lock:
+        with self.lock:
             self._collect()
             return self._used
 
     @property
     def free_bytes(self) -> int:
-        with self._lock:
+        with self.lock:
             self._collect()
             return sum(buffer.memory.nbytes for buffer in self._free)
 
     def take(self, nbytes: int, stream: Stream) -> HostBuffer:
         """A buffer of at least so many bytes, an eighth more at most, that the stream may write from now on."""
-        with self._lock:
+        with self.lock:
             self._collect()
             found = self._fitting(nbytes)
             buffer = found or HostBuffer(self._pages(nbytes))
