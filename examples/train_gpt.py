@@ -4,10 +4,13 @@
     python examples/train_gpt.py                                # bfloat16 weights, float32 masters, about 3 minutes
     python examples/train_gpt.py --precision fp16               # float16 and a dynamic loss scale
     python examples/train_gpt.py --optimizer torch              # the same, by hand around torch.optim.AdamW
-    python examples/train_gpt.py --attention sdpa               # torch's attention in place of hs.attention
+    python examples/train_gpt.py --attention halfstep           # hs.attention in place of torch's
+    python examples/train_gpt.py --preset medium --recompute layer              # a quarter of the activations or less
+    python examples/train_gpt.py --accumulate 4 --batch 2       # the same update from four batches
     python examples/train_gpt.py --preset medium --checkpoint-every 100        # interrupted? add --resume
 
-`train_step` is the part to copy. Model, text, optimizer set-up, checkpoints and report are in gpt/ beside this file.
+`train_step` is the part to copy. Model, text, optimizer set-up, what is done about activations, checkpoints and report
+are in gpt/ beside this file.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 import typer
 from gpt import data, report
 from gpt.config import PRESETS, Config, Precision
+from gpt.memory import Memory
 from gpt.run import Run
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -37,21 +41,17 @@ def train_step(run: Run, text: data.Text) -> bool:
     for group in run.optimizer.param_groups:
         group["lr"] = config.learning_rate(history.updates)
 
-    run.optimizer.zero_grad()
-    loss = 0.0
     for number in range(config.accumulate):
         batch = text.batch(config.seed, history.batches + number, config.batch, config.context)
         inputs, targets = (tokens.to(run.device) for tokens in batch)
-        with clock("forward"), run.autocast():
-            part = run.model(inputs, targets) / config.accumulate
+        with clock("forward"):
+            loss = run.loss(inputs, targets)
         with clock("backward"):
-            run.scaler.scale(part).backward()
-        loss += part.item()
+            run.accumulation.backward(loss, tokens=targets.numel())
 
     scale = run.scaler.get_scale()
     with clock("optimizer"):
-        skipped = run.scaler.step(run.optimizer)  # unscale, clip, update masters and moments, round to the weights
-        run.scaler.update()
+        skipped = run.accumulation.step()  # unscale, clip, update masters and moments, round to the weights
     clock.end_step()
 
     # Reading the flag waits for the device; only float16, which must retry or drop this batch, has to.
@@ -62,7 +62,7 @@ def train_step(run: Run, text: data.Text) -> bool:
     else:
         history.overflows = 0
         history.updates += 1
-        history.losses.append(loss)
+        history.losses.append(run.accumulation.loss.item())
     if not overflowed or config.on_overflow == "skip":
         history.batches += config.accumulate
     history.grown += run.scaler.get_scale() > scale
@@ -112,15 +112,19 @@ def _progress_line(run: Run, speed: float) -> str:
     )
 
 
-def compare(config: Config, steps: int, text: data.Text, windows: Tensor) -> dict[str, dict[str, Any]]:
+def compare(
+    config: Config, steps: int, text: data.Text, windows: Tensor, memory: Memory = Memory()
+) -> dict[str, dict[str, Any]]:
     """The first `steps` updates of a run once more, with halfstep and with torch.optim, turn by turn.
 
     Same start, same batches, same learning rates. Taking turns shares the machine's moods between the two.
     """
     no_counterpart = config.master == "split" or (config.master == "none" and config.scaled)
     runs = {
-        "halfstep": Run(replace(config, optimizer="halfstep")),
-        "torch.optim": Run(replace(config, optimizer="torch", master="auto" if no_counterpart else config.master)),
+        "halfstep": Run(replace(config, optimizer="halfstep"), memory),
+        "torch.optim": Run(
+            replace(config, optimizer="torch", master="auto" if no_counterpart else config.master), memory
+        ),
     }
     while any(run.history.updates < steps for run in runs.values()):
         for run in runs.values():
@@ -149,6 +153,8 @@ def main(
     growth_interval: Annotated[int, typer.Option(min=1, help="Updates before it grows.")] = Config.growth_interval,
     matmul: Annotated[Literal["auto", "native", "upcast"], typer.Option(help="16-bit products.")] = "auto",
     attention: Annotated[Literal["halfstep", "sdpa"], typer.Option(help="Whose: hs.attention, or torch's.")] = "sdpa",
+    recompute: Annotated[str, typer.Option(help="none, layer, selective, or bytes the blocks keep: 3MB.")] = "none",
+    offload_activations: Annotated[bool, typer.Option("--offload-activations", help="To the host's memory.")] = False,
     device: Annotated[str, typer.Option(help="As torch names it; auto: cuda if there is one.")] = "auto",
     validation: Annotated[int, typer.Option(min=1, help="Bytes of validation text to look at.")] = 32_768,
     out: Annotated[Path, typer.Option(help="Folder for the picture and the checkpoint.")] = Path("runs/gpt"),
@@ -175,8 +181,9 @@ def main(
             attention=attention,
             device=("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device,
         )
+        memory = Memory(recompute, offload_activations)
         saved = out / "checkpoint.pt"
-        run = Run.resume(saved, config) if resume else Run(config)
+        run = Run.resume(saved, config, memory) if resume else Run(config, memory)
     except (FileNotFoundError, ValueError) as error:  # the user's to mend, in one line
         raise typer.BadParameter(str(error)) from error
     console = Console()
@@ -189,12 +196,19 @@ def main(
     console.print(f"matmul     {run.matmul.kind}: {run.matmul.reason}", soft_wrap=True)
     whose = {"halfstep": "hs.attention", "sdpa": "torch's scaled_dot_product_attention"}[run.matmul.attends]
     console.print(f"attention  {whose}", soft_wrap=True)
+    try:
+        activations = run.measure_activations(text)
+    except ValueError as error:  # a budget below the least
+        raise typer.BadParameter(str(error)) from error
+    console.print(f"activations  {activations}; recomputed: {memory.recompute}", soft_wrap=True)
+    if offload_activations:
+        console.print(f"offload    {run.around_forward}", soft_wrap=True)
 
     train(run, text, windows, console, saved, checkpoint_every)
     run.save(saved)
     results = {"this run": run.result()}
     if compare_steps:
-        results |= compare(run.config, min(compare_steps, config.steps), text, windows)
+        results |= compare(run.config, min(compare_steps, config.steps), text, windows, memory)
     console.print(report.table(results))
     if json:
         report.write_json(json, report.metrics(run, results, baselines))

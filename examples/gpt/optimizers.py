@@ -1,7 +1,7 @@
 """The optimizer phase, two ways behind one interface: halfstep's, and what one writes by hand around torch.optim.
 
 Both hand back (optimizer, scaler), used as
-    scaler.scale(loss).backward(); skipped = scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
+    optimizer.zero_grad(); scaler.scale(loss).backward(); skipped = scaler.step(optimizer); scaler.update()
 """
 
 from __future__ import annotations
@@ -105,10 +105,16 @@ class TorchScaler(torch.amp.GradScaler):
         return ~norm.isfinite()
 
 
-def bytes_by_part(model: nn.Module, optimizer: Any) -> dict[str, float]:
-    """Bytes per parameter of everything the phase keeps, added up from the tensors themselves."""
+def bytes_by_part(model: nn.Module, optimizer: Any, *, summed: bool) -> dict[str, float]:
+    """Bytes per parameter of everything the phase keeps, added up from the tensors themselves.
+
+    `summed`: gradients were added up in float32 beside the weights' dtype and are gone; they are computed.
+    """
     parameters = list(model.parameters())
-    parts: dict[str, list[Tensor | None]] = {"weights": [*parameters], "gradients": [p.grad for p in parameters]}
+    count = sum(p.numel() for p in parameters)
+    parts: dict[str, list[Tensor | None]] = {"weights": [*parameters]}
+    if not summed:
+        parts["gradients"] = [p.grad for p in parameters]
     if isinstance(optimizer, TorchPhase):
         states = [optimizer.inner.state[m] for m in optimizer.masters]
         if optimizer.copied:
@@ -119,6 +125,8 @@ def bytes_by_part(model: nn.Module, optimizer: Any) -> dict[str, float]:
         parts["master"] = [state.get("master", state.get("remainder")) for state in states]
     parts["exp_avg"] = [state["exp_avg"] for state in states]
     parts["exp_avg_sq"] = [state["exp_avg_sq"] for state in states]
-    count = sum(p.numel() for p in parameters)
     sizes = {part: sum(t.nbytes for t in tensors if t is not None) / count for part, tensors in parts.items()}
+    if summed:
+        narrow = sum(p.numel() for p in parameters if p.dtype != torch.float32)
+        sizes |= {"gradients": sizes["weights"], "float32 sums of gradients": 4 * narrow / count}
     return {part: size for part, size in sizes.items() if size}

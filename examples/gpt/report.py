@@ -89,6 +89,9 @@ def metrics(run: Any, results: dict[str, dict[str, Any]], baselines: dict[str, f
         "parameters": run.parameters,
         "matmul": {"kind": run.matmul.kind, "reason": run.matmul.reason},
         "attention": run.matmul.attends,
+        "recompute": run.memory.recompute,
+        "activation_bytes": run.activations.bytes,
+        "offload_activations": run.memory.offload,
         "comparison": dict(others),
         "config": vars(config),
         "versions": {

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checkpoint, data, matmul, optimizers, report
+import halfstep as hs
+
+from . import accumulation, checkpoint, data, matmul, optimizers, report
 from .config import Config
+from .memory import Memory
 from .model import GPT
 
 EVALUATED_AT_ONCE = 16  # windows of the validation text
@@ -35,14 +38,17 @@ class History:
 class Run:
     """Everything that a training step touches, made from a Config alone: equal settings start with equal bits."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, memory: Memory = Memory()):
         torch.manual_seed(config.seed)
+        self.memory = memory
         self.device = torch.device(config.device)
         self.matmul = matmul.choose(self.device, config.matmul_dtype, config.matmul, config.attention)
         self.config = replace(config, matmul=self.matmul.kind)  # a resumed run must multiply as the first part did
         model = GPT(data.VOCABULARY, config.width, config.layers, config.heads, self.matmul)
         self.model = model.to(self.device, config.weight_dtype)
+        self.recomputation, self.around_forward = memory.apply(self.model), memory.around_forward()
         self.optimizer, self.scaler = optimizers.build(self.config, self.model)
+        self.accumulation = accumulation.build(self.config, self.optimizer, self.scaler)
         self.history = History()
         self.clock = report.Clock(self.device, self.history.phases)
 
@@ -54,6 +60,20 @@ class Run:
         if not self.config.precision.startswith("amp"):
             return nullcontext()
         return torch.autocast(self.device.type, self.config.matmul_dtype)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss, in nats per token, as a training step computes it."""
+        with self.autocast(), self.around_forward:
+            return self.model(inputs, targets)
+
+    def measure_activations(self, text: data.Text) -> hs.measure_activations:
+        """What the forward of one batch keeps for its backward. The model stays as it is."""
+        batch = text.batch(self.config.seed, 0, self.config.batch, self.config.context)
+        inputs, targets = (tokens.to(self.device) for tokens in batch)
+        self.loss(inputs, targets)  # in which a byte budget makes its plan
+        with hs.measure_activations() as self.activations:
+            _loss = self.loss(inputs, targets)  # holds on to its graph
+        return self.activations
 
     @torch.no_grad()
     def evaluate(self, text: data.Text, positions: Tensor) -> float:
@@ -72,6 +92,7 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "accumulation": self.accumulation.state_dict(),
             # nothing here draws after the start; dropout, if you add it, will
             "random": torch.get_rng_state(),
             "cuda_random": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
@@ -79,12 +100,13 @@ class Run:
         checkpoint.save(path, state)
 
     @classmethod
-    def resume(cls, path: Path, config: Config) -> Run:
+    def resume(cls, path: Path, config: Config, memory: Memory = Memory()) -> Run:
         state = checkpoint.load(path, config)
-        run = cls(Config(**state["config"]))
+        run = cls(Config(**state["config"]), memory)
         run.model.load_state_dict(state["model"])  # before the optimizer: masters must belong to their weights
         run.optimizer.load_state_dict(state["optimizer"])
         run.scaler.load_state_dict(state["scaler"])
+        run.accumulation.load_state_dict(state["accumulation"])
         run.history = History(**state["history"])
         run.clock.steps = run.history.phases
         torch.set_rng_state(state["random"].cpu())
@@ -98,5 +120,7 @@ class Run:
             "steps": self.history.updates,
             "val_loss": self.history.validation[-1][1],
             "seconds_per_step": self.clock.medians(),
-            "bytes_per_parameter": optimizers.bytes_by_part(self.model, self.optimizer),
+            "bytes_per_parameter": optimizers.bytes_by_part(
+                self.model, self.optimizer, summed=isinstance(self.accumulation, hs.Accumulator)
+            ),
         }
