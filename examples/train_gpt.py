@@ -25,7 +25,7 @@ import torch
 import typer
 from gpt import data, report
 from gpt.config import PRESETS, Config, Precision
-from gpt.memory import Memory
+from gpt.memory import KEEP_ALL, Memory
 from gpt.run import Run
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -113,7 +113,7 @@ def _progress_line(run: Run, speed: float) -> str:
 
 
 def compare(
-    config: Config, steps: int, text: data.Text, windows: Tensor, memory: Memory = Memory()
+    config: Config, steps: int, text: data.Text, windows: Tensor, memory: Memory = KEEP_ALL
 ) -> dict[str, dict[str, Any]]:
     """The first `steps` updates of a run once more, with halfstep and with torch.optim, turn by turn.
 

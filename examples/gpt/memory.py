@@ -44,3 +44,6 @@ class Memory:
     def around_forward(self) -> AbstractContextManager:
         """To be entered for each forward."""
         return hs.offload_activations() if self.offload else nullcontext()
+
+
+KEEP_ALL = Memory()

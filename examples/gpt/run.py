@@ -14,7 +14,7 @@ import halfstep as hs
 
 from . import accumulation, checkpoint, data, matmul, optimizers, report
 from .config import Config
-from .memory import Memory
+from .memory import KEEP_ALL, Memory
 from .model import GPT
 
 EVALUATED_AT_ONCE = 16  # windows of the validation text
@@ -38,7 +38,7 @@ class History:
 class Run:
     """Everything that a training step touches, made from a Config alone: equal settings start with equal bits."""
 
-    def __init__(self, config: Config, memory: Memory = Memory()):
+    def __init__(self, config: Config, memory: Memory = KEEP_ALL):
         torch.manual_seed(config.seed)
         self.memory = memory
         self.device = torch.device(config.device)
@@ -100,7 +100,7 @@ class Run:
         checkpoint.save(path, state)
 
     @classmethod
-    def resume(cls, path: Path, config: Config, memory: Memory = Memory()) -> Run:
+    def resume(cls, path: Path, config: Config, memory: Memory = KEEP_ALL) -> Run:
         state = checkpoint.load(path, config)
         run = cls(Config(**state["config"]), memory)
         run.model.load_state_dict(state["model"])  # before the optimizer: masters must belong to their weights
