@@ -22,6 +22,9 @@ from .recorded import OperatorKey, Recording, Storages
 # An A100 does 312e12 16-bit FLOPs and moves 2.0e12 bytes in a second (NVIDIA's data sheet): 153 to a byte. Products get
 # some two thirds of theirs, elementwise operators most of theirs. An H100: 295; CPUs: 5 to 20.
 FLOPS_PER_BYTE = 100.0
+# Private: what is called in a compiled function but not traced, as hooks of this kind, has no other way to know. No
+# function around it, which dynamo would trace.
+_dynamo_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 PLANS = 8  # the shapes for which a plan is remembered; the one used longest ago goes
 
 Signature = tuple[tuple[Any, ...], tuple[torch.Size, ...]]  # what must be equal, and what may be smaller
@@ -108,7 +111,7 @@ class ByteBudget:
         return ByteBudget(self.n, flops_per_byte=self.flops_per_byte)
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _dynamo_callback() is not None:
             self.traced_context_fn()
         self._run = _Forward(Storages(model, (args, kwargs))) if torch.is_grad_enabled() else None
 
@@ -146,11 +149,11 @@ class ByteBudget:
 
     # ---- plans -------------------------------------------------------------------------------------------------------
     def _find(self, key: _CallKey, signature: Signature) -> _Remembered | None:
-        """The plan for the smallest shapes whose first call is this one, or larger."""
-        fitting = [plan for plan in self._plans if plan.first == key and _covers(plan.signatures[key], signature)]
+        """The plan for the smallest shapes that this first call of a forward fits into."""
+        fitting = [p for p in self._plans if key in p.signatures and _covers(p.signatures[key], signature)]
         if not fitting:
             return None
-        found = min(fitting, key=lambda plan: plan.size())
+        found = min(fitting, key=lambda plan: plan.size(key))
         self._plans.remove(found)
         self._plans.insert(0, found)
         return found
@@ -188,11 +191,10 @@ class _Remembered:
 
     def __init__(self, plan: Plan, signatures: dict[_CallKey, Signature]) -> None:
         self.plan, self.signatures = plan, signatures
-        self.first = next(iter(signatures))
         self.blocks = dict(zip(signatures, plan.blocks, strict=True))
 
-    def size(self) -> int:
-        return sum(shape.numel() for shape in self.signatures[self.first][1])
+    def size(self, key: _CallKey) -> int:
+        return sum(shape.numel() for shape in self.signatures[key][1])
 
 
 class _Forward:
@@ -246,7 +248,7 @@ def _signature(block: nn.Module, inputs: Any) -> Signature:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     flags = tuple(leaf for leaf in leaves if leaf is None or isinstance(leaf, (bool, str)))
     kinds = tuple((t.dtype, t.device, t.requires_grad, t.dim()) for t in tensors)
-    devices = sorted({"cpu", *(t.device.type for t in tensors)})
+    devices = [d for d in sorted({"cpu", *(t.device.type for t in tensors)}) if torch.amp.is_autocast_available(d)]
     autocast = tuple(torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in devices)
     trained = sum(p.requires_grad for p in block.parameters())
     return (len(leaves), flags, kinds, autocast, block.training, trained), tuple(t.shape for t in tensors)

@@ -2,27 +2,31 @@
 
 Every call of a block is run without a checkpoint (it keeps what autograd saves and costs nothing), or with one: then it
 keeps its inputs and the results of any of its operators, and the others' costs add up, since a recomputation runs all
-that was not kept. Solved exactly, by lists of the (bytes, cost) pairs that no other pair beats, merged call by call.
+that was not kept. Solved by lists of the (bytes, cost) pairs that no other pair beats, merged call by call, without
+those that cannot lead to a better end than one that is known (Lagrange's bound: Fisher, Management Science 27, 1981).
 
 Storages that several calls hold count once. The one that a call makes and the next takes as input is exact: lists are
 kept apart by whether it is held. Any other storage that several calls hold (a mask, rotary angles) is counted once and
 always, which is exact when each choice of some call holds it, and too much by that storage otherwise.
 
-Two lists are merged in full while they have at most MERGED pairs together; beyond, they and what comes of them are
-thinned to the cheapest pair in each 1/4096 of the capacity. A thinned list still only has sums that are exact, so a
-solution never takes more than the capacity, but it may cost more than the best.
+The cheapest choice is found unless a list would still be too long: merges of more than PAIRS pairs, and lists of one
+call of more than CELLS, are thinned to the cheapest in each 1/CELLS of the capacity (pareto.py). What is chosen never
+takes more than the capacity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-MERGED = 2**18
+from .pareto import Front, Limits, best, column, subsets, sums
+
+PAIRS = 2**21
 CELLS = 4096
+ROUGH = (2**14, 256)  # the same of a first solution, whose cost no better one passes on its way
 
 
 @dataclass(frozen=True)
@@ -66,82 +70,6 @@ def kept_bytes(calls: Sequence[Call], choices: Sequence[Choice], sizes: Sequence
     return sum(sizes[s] for s in frozenset().union(*map(held, calls, choices)))
 
 
-# ---- lists of pairs --------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Front:
-    """Pairs of bytes and cost, none of which beats another: bytes rise, costs fall. `back` says how each was made."""
-
-    bytes: Tensor
-    cost: Tensor
-    back: Tensor  # [pairs] or [pairs, columns]
-
-
-def _best(size: Tensor, price: Tensor, back: Tensor, capacity: int) -> Front:
-    """The pairs that no other beats and that fit, and the smallest, which says how much is needed."""
-    fits = size <= capacity
-    fits[size.argmin()] = True
-    size, price, back = size[fits], price[fits], back[fits]
-    order = torch.argsort(price, stable=True)
-    order = order[torch.argsort(size[order], stable=True)]
-    falling = torch.cummin(price[order], 0).values
-    better = torch.ones_like(order, dtype=torch.bool)
-    better[1:] = falling[1:] < falling[:-1]
-    order = order[better]
-    return Front(size[order], price[order], back[order])
-
-
-def _cell(capacity: int) -> int:
-    return max(1, -(-capacity // CELLS))
-
-
-def _thinned(size: Tensor, price: Tensor, capacity: int) -> Tensor:
-    """Places of the cheapest pair in each cell, and of the smallest pair."""
-    order = torch.argsort(price, stable=True)
-    ranks = torch.empty_like(order)
-    ranks[order] = _places(len(order))
-    cell = size.clamp(max=capacity + 1) // _cell(capacity)
-    best = torch.full((CELLS + 2,), len(order), device="cpu").scatter_reduce_(0, cell, ranks, "amin")
-    return torch.cat([size.argmin()[None], order[best[best < len(order)]]])
-
-
-def _sums(sofar: Front, front: Front, twice: int, held_before: bool, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Every pair of one list with every pair of the other; `twice` bytes are in both."""
-    a, b = _places(len(sofar.bytes)), _places(len(front.bytes))
-    thin = len(a) * len(b) > MERGED
-    if thin:
-        a, b = (_thinned(f.bytes, f.cost, capacity) for f in (sofar, front))
-    size = (sofar.bytes[a][:, None] + front.bytes[b] - twice).flatten()
-    price = (sofar.cost[a][:, None] + front.cost[b]).flatten()
-    chosen = _thinned(size, price, capacity) if thin else _places(len(size))
-    first, second = a[chosen // len(b)], front.back[b[chosen % len(b)]]
-    back = torch.stack([torch.full_like(chosen, held_before), first, second], 1)
-    return size[chosen], price[chosen], back
-
-
-def _places(count: int) -> Tensor:
-    return torch.arange(count, device="cpu")
-
-
-def _column(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
-
-
-def _subsets(items: Sequence[tuple[int, int, int]], capacity: int) -> list[tuple[int, int, int]]:
-    """(bytes, saved cost, bits of the places) of the subsets of items (place, bytes, cost) that no other beats."""
-    front = [(0, 0, 0)]
-    for place, size, price in items:
-        more = [(b + size, c + price, bits | 1 << place) for b, c, bits in front if b + size <= capacity]
-        merged: list[tuple[int, int, int]] = []
-        for pair in sorted(front + more, key=lambda pair: (pair[0], -pair[1])):
-            if not merged or pair[1] > merged[-1][1]:
-                merged.append(pair)
-        if len(merged) > CELLS:
-            merged = [*{pair[0] // _cell(capacity): pair for pair in merged}.values()]
-            merged[:0] = [(0, 0, 0)] * (merged[0][0] > 0)
-        front = merged
-    return front
-
-
 # ---- one call --------------------------------------------------------------------------------------------------------
 Ends = tuple[bool, bool]  # whether the storage shared with the call before is held, and the one shared with the next
 
@@ -157,7 +85,7 @@ class _Weighed:
     fixed_cost: int
     ends: tuple[int, int]  # sizes of the two shared storages; 0 = there is none
 
-    def fronts(self, capacity: int) -> tuple[dict[Ends, Front], list[Choice]]:
+    def fronts(self, limits: Limits) -> tuple[dict[Ends, Front], list[Choice]]:
         """For each way to hold the ends the best pairs; `back` is a place in the list of choices."""
         choices: list[Choice] = [None]
         pairs: dict[Ends, list[tuple[int, int, int]]] = {self.saved_ends: [(self.saved, 0, 0)]}
@@ -169,13 +97,13 @@ class _Weighed:
             if link is not None:
                 base, bits, spared = base + behind + self.items[link][0], 1 << link, self.items[link][1]
             found = pairs.setdefault((before > 0, link is not None), [])
-            for size, price, more in _subsets(free, capacity - base):
+            for size, price, more in subsets(free, Limits(limits.capacity - base, limits.pairs, limits.cells)):
                 found.append((base + size, everything - spared - price, len(choices)))
                 choices.append(frozenset(place for place in range(len(self.items)) if (more | bits) >> place & 1))
         fronts = {}
         for ends, found in pairs.items():
-            size, price, back = (_column(column) for column in zip(*found, strict=True))
-            fronts[ends] = _best(size, price, back, capacity)
+            size, price, back = (column(values) for values in zip(*found, strict=True))
+            fronts[ends] = best(size, price, back, limits.capacity)
         return fronts, choices
 
 
@@ -222,40 +150,113 @@ class Solution:
 def solve(calls: Sequence[Call], sizes: Sequence[int], capacity: int) -> Solution:
     """The cheapest choices for the calls of one forward, in order, that keep at most `capacity` bytes."""
     weighed, shared = _weigh(calls, sizes)
-    stages: list[dict[bool, Front]] = [{False: Front(_column([0]), _column([0]), _column([0]))}]
-    fronts: dict[_Weighed, tuple[dict[Ends, Front], list[Choice]]] = {}
-    for call in weighed:
-        if call not in fronts:
-            fronts[call] = call.fronts(capacity - shared)
-        stages.append(_merged(stages[-1], fronts[call][0], call.ends[0], capacity - shared))
     plain: list[Choice] = [None] * len(calls)
     all_plain = kept_bytes(calls, plain, sizes)
-    least = min([all_plain, *(int(front.bytes[0]) + shared for front in stages[-1].values())])
+    nothing = Limits(0, PAIRS, CELLS)  # of what does not fit, lists keep the smallest
+    smallest = _merge_all(_chain(weighed, nothing)[0], nothing, None)[-1].values()
+    least = min([all_plain, *(int(front.bytes[0]) + shared for front in smallest)])
     if all_plain <= capacity:
         return Solution(plain, least)
     if least > capacity:
         return Solution(None, least)
-    # Costs fall along a list, so the cheapest that fits is the last
-    ends = [(int(front.cost[-1]), int(front.bytes[-1]), last) for last, front in stages[-1].items()
-            if int(front.bytes[0]) + shared <= capacity]  # fmt: skip
-    held_last = min(ends)[2]
-    return Solution(_traced_back(stages, [fronts[call][1] for call in weighed], held_last), least)
+    limits = Limits(capacity - shared, PAIRS, CELLS)
+    chain, choices = _chain(weighed, limits)
+    rough = _merge_all(chain, Limits(limits.capacity, *ROUGH), None)
+    stages = _merge_all(chain, limits, _bound(chain, limits.capacity, _cheapest(rough[-1], limits.capacity)[0]))
+    return Solution(_traced_back(stages, choices, _cheapest(stages[-1], limits.capacity)[1]), least)
 
 
-def _merged(sofar: dict[bool, Front], of_call: dict[Ends, Front], shared: int, capacity: int) -> dict[bool, Front]:
-    parts: dict[bool, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    for held_before, front in sofar.items():
-        for (first, last), choices in of_call.items():
-            twice = shared if held_before and first else 0
-            parts.setdefault(last, []).append(_sums(front, choices, twice, held_before, capacity))
-    merged = {}
-    for last, several in parts.items():
-        size, price, back = (torch.cat(column) for column in zip(*several, strict=True))
-        merged[last] = _best(size, price, back, capacity)
-    return merged
+# The calls in order: the size of what each shares with the one before, and its lists by which ends they hold
+Chain = Sequence[tuple[int, dict[Ends, Front]]]
+# For each call, by whether its end is held: the pairs so far
+Stages = list[dict[bool, Front]]
 
 
-def _traced_back(stages: list[dict[bool, Front]], choices: list[list[Choice]], held_last: bool) -> list[Choice]:
+def _chain(weighed: Sequence[_Weighed], limits: Limits) -> tuple[Chain, list[list[Choice]]]:
+    """The calls' lists, equal ones made once, and the choices that they name."""
+    distinct = {call: call.fronts(limits) for call in dict.fromkeys(weighed)}
+    return [(call.ends[0], distinct[call][0]) for call in weighed], [distinct[call][1] for call in weighed]
+
+
+def _cheapest(front: dict[bool, Front], capacity: int) -> tuple[int, bool]:
+    """The least cost that fits, and the list it ends; costs fall along a list, so it is the last."""
+    fitting = [(int(f.cost[-1]), held) for held, f in front.items() if int(f.bytes[0]) <= capacity]
+    return min(fitting)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """No end of a pair costs less than cost + price x bytes + `rest`; beyond `most` a better one is known."""
+
+    price: float
+    rest: list[dict[bool, float]]  # behind each call, by whether its end is held
+    most: float
+
+    def promising(self, place: int, held: bool) -> Callable[[Tensor, Tensor], Tensor]:
+        """Which pairs of bytes and cost behind a call may lead to a better end."""
+        most = self.most - self.rest[place][held]
+        return lambda size, price: price.double() + self.price * size.double() <= most
+
+
+def _bound(chain: Chain, capacity: int, known: int) -> _Bound:
+    """With the price of a byte for which the bound is highest: more bytes than fit mean that it is too low."""
+    low, high = 0.0, 1.0
+    while _relaxed(chain, high)[1] > capacity and high < 1e18:
+        low, high = high, 8 * high
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _relaxed(chain, middle)[1] > capacity else (low, middle)
+    # Float64: sums of costs and bytes are exact to some 1e-15
+    slack = 1e-9 * (known + high * capacity) + 1
+    return _Bound(high, _relaxed(chain, high)[0], known + high * capacity + slack)
+
+
+def _relaxed(chain: Chain, price: float) -> tuple[list[dict[bool, float]], int]:
+    """If bytes had a price and there were no capacity: the least that the calls behind each one then cost, by whether
+    its end is held, and the bytes of all calls."""
+    rest: list[dict[bool, float]] = [{False: 0.0, True: 0.0}]
+    taken: list[dict[bool, int]] = [{False: 0, True: 0}]
+    lists: dict[int, dict[Ends, tuple[float, int]]] = {}  # equal calls share theirs
+    for shared, fronts in reversed(chain):
+        if id(fronts) not in lists:
+            lists[id(fronts)] = {ends: _least(front, price) for ends, front in fronts.items()}
+        found: dict[bool, tuple[float, int]] = {}
+        for held in (False, True):
+            options = []
+            for (first, last), (cost, size) in lists[id(fronts)].items():
+                twice = shared if held and first else 0
+                options.append((cost - price * twice + rest[-1][last], size - twice + taken[-1][last]))
+            found[held] = min(options)
+        rest.append({held: cost for held, (cost, _) in found.items()})
+        taken.append({held: size for held, (_, size) in found.items()})
+    return rest[-2::-1], taken[-1][False]
+
+
+def _least(front: Front, price: float) -> tuple[float, int]:
+    costs = front.cost.double() + price * front.bytes.double()
+    place = costs.argmin()
+    return float(costs[place]), int(front.bytes[place])
+
+
+def _merge_all(chain: Chain, limits: Limits, bound: _Bound | None) -> Stages:
+    stages: Stages = [{False: Front(column([0]), column([0]), column([0]))}]
+    for place, (shared, fronts) in enumerate(chain):
+        parts: dict[bool, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        for held_before, front in stages[-1].items():
+            for (first, last), choices in fronts.items():
+                twice = shared if held_before and first else 0
+                promising = None if bound is None else bound.promising(place, last)
+                size, price, before, choice = sums(front, choices, twice, limits, promising)
+                back = torch.stack([torch.full_like(before, held_before), before, choices.back[choice]], 1)
+                parts.setdefault(last, []).append((size, price, back))
+        stages.append({})
+        for last, several in parts.items():
+            size, price, back = (torch.cat(columns) for columns in zip(*several, strict=True))
+            stages[-1][last] = best(size, price, back, limits.capacity)
+    return stages
+
+
+def _traced_back(stages: Stages, choices: list[list[Choice]], held_last: bool) -> list[Choice]:
     """What led to the last pair of the last list."""
     held, place, found = held_last, -1, []
     for stage, of_call in zip(reversed(stages[1:]), reversed(choices), strict=True):

@@ -22,6 +22,7 @@ class BlockPlan:
         name: the block's in the model.
         checkpointed: False = it runs as without hs.checkpoint.
         kept: names of the operators whose results are kept, in order; empty = its inputs alone.
+        kept_bytes: bytes of each one's results.
         recomputed: names of those that run again in backward and make something.
         bytes: what it holds for backward, storages that it shares with other blocks included.
         extra_flops: of what runs again.
@@ -31,6 +32,7 @@ class BlockPlan:
     name: str
     checkpointed: bool
     kept: tuple[str, ...]
+    kept_bytes: tuple[int, ...]
     recomputed: tuple[str, ...]
     bytes: int
     extra_flops: int
@@ -38,14 +40,16 @@ class BlockPlan:
     keys: frozenset[OperatorKey]  # of the kept results
 
     def words(self) -> str:
-        """What is kept, for people."""
+        """What is kept, for people: results below 1 % of the block's bytes are only counted."""
         if not self.checkpointed:
             return "what autograd saves"
-        if not self.kept:
-            return "inputs"
-        kept, again = Counter(self.kept), Counter(self.recomputed)
-        some = (f"{name} {n} of {n + again[name]}" if n + again[name] > 1 else name for name, n in kept.items())
-        return f"inputs, {', '.join(some)}"
+        kept, again, sizes = Counter(self.kept), Counter(self.recomputed), Counter[str]()
+        for name, size in zip(self.kept, self.kept_bytes, strict=True):
+            sizes[name] += size
+        large = {name: n for name, n in kept.items() if 100 * sizes[name] >= self.bytes}
+        some = [f"{name} {n} of {n + again[name]}" if n + again[name] > 1 else name for name, n in large.items()]
+        small = kept.total() - sum(large.values())
+        return ", ".join(["inputs", *some, *([f"{small} small result{'s' * (small > 1)}"] if small else [])])
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ def _block_plan(
     call: BlockCall, candidates: Sequence[Operator], choice: knapsack.Choice, sizes: Sequence[int]
 ) -> BlockPlan:
     if choice is None:
-        return BlockPlan(call.name, False, (), (), _total(call.saved, sizes), 0, 0, frozenset())
+        return BlockPlan(call.name, False, (), (), (), _total(call.saved, sizes), 0, 0, frozenset())
     kept = [candidates[place] for place in sorted(choice)]
     keys = frozenset(operator.key for operator in kept)
     again = [operator for operator in call.rerun() if operator.key not in keys]
@@ -168,6 +172,7 @@ def _block_plan(
         name=call.name,
         checkpointed=True,
         kept=tuple(operator.name for operator in kept),
+        kept_bytes=tuple(_total(operator.made, sizes) for operator in kept),
         recomputed=tuple(operator.name for operator in again if operator.made),
         bytes=_total(held, sizes),
         extra_flops=sum(operator.flops for operator in again),
