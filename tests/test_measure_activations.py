@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from budget_models import LlamaBlock
 from example_runs import tiny
 from gpt.matmul import Matmul
 from gpt.model import GPT
@@ -22,31 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.activations.measure import attention_backward_flops, attention_flops, flop_formulas
-
-
-class LlamaBlock(nn.Module):
-    """As transformers computes it: RMSNorms in float32, grouped heads repeated, SDPA, SwiGLU."""
-
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.dim = heads, kv_heads, width // heads
-        sizes = {"q": width, "k": kv_heads * self.dim, "v": kv_heads * self.dim, "o": width}
-        self.attention = nn.ModuleDict({name: nn.Linear(width, size, bias=False) for name, size in sizes.items()})
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-        self.norms = nn.ParameterList([torch.ones(width), torch.ones(width)])
-
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float()
-        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x, self.norms[0])
-        q, k, v = (self.attention[n](y).unflatten(-1, (-1, self.dim)).transpose(1, 2) for n in "qkv")
-        k, v = (t.repeat_interleave(self.heads // self.kv_heads, 1) for t in (k, v))
-        x = x + self.attention["o"](F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-        y = self.norm(x, self.norms[1])
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 def kept_by_autograd(model: nn.Module, forward: Any, given: Any) -> int:
