@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import sync_batch_norm_on_cpu
@@ -49,21 +50,40 @@ def exact_batch_norm(rank: int) -> Any:
     norms = hs.EffectiveBatchNorm(net, process_group=dist.group.WORLD)
     for window in range(2):
         with norms.exact(samples(rank, window), net):
-            outputs += [net(x).detach() for x in samples(rank, window)]
+            outputs.append(torch.cat([net(x).detach() for x in samples(rank, window)]))
     return net.state_dict(), outputs
 
 
 @check
-def sync_batch_norm(rank: int) -> Any:
+def sync_batch_norm(rank: int, device: str = "cpu") -> Any:
     """As many micro-batches on every rank, of very different sizes."""
-    net = nn.SyncBatchNorm.convert_sync_batchnorm(normed())
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(normed()).to(device)
     accumulator = hs.Accumulator(hs.AdamW(net.parameters()), 1, process_group=dist.group.WORLD)
     found = []
-    with sync_batch_norm_on_cpu.on_cpu():
+    with sync_batch_norm_on_cpu.on_cpu() if device == "cpu" else nullcontext():
         for window in range(2):
-            x = torch.cat(samples(rank, window))
+            x = torch.cat(samples(rank, window)).to(device)
             accumulator.backward(net(x).square().mean(), tokens=len(x))
             accumulator.finish()
-            found.append((gradients(net), {key: value.clone() for key, value in net.state_dict().items()}))
+            results = {**net.state_dict(), **{f"grad {name}": grad for name, grad in gradients(net).items()}}
+            found.append({name: value.cpu().clone() for name, value in results.items()})
             accumulator.reset()
     return found
+
+
+def everything(window: int) -> Tensor:
+    return torch.cat([x for rank in range(2) for x in samples(rank, window)])
+
+
+def assert_sync_batch_norm_is_whole(ranks: list[dict[str, Any]]) -> None:
+    """Gradients and running statistics of every rank, window by window."""
+    net = normed()
+    for window in range(2):
+        net.zero_grad()
+        net(everything(window)).square().mean().backward()
+        expected = {**net.state_dict(), **{f"grad {name}": grad for name, grad in gradients(net).items()}}
+        for rank in ranks:
+            assert not isinstance(rank["sync_batch_norm"], str), rank["sync_batch_norm"]
+            for name, value in expected.items():
+                if value.is_floating_point():
+                    torch.testing.assert_close(rank["sync_batch_norm"][window][name], value, rtol=1e-4, atol=1e-5)

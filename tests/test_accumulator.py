@@ -134,6 +134,18 @@ def test_a_micro_batch_of_no_valid_token_adds_exactly_nothing(masked: bool) -> N
         assert_same_bits(gradients(nets[1])[name], grad, name)
 
 
+def test_what_silences_an_empty_micro_batch_is_gone_afterwards() -> None:
+    """Also from a node that outlives its graph, as those that DistributedDataParallel holds do."""
+    weight = nn.Parameter(torch.ones(4))
+    held = weight.expand_as(weight).grad_fn.next_functions[0][0]  # adds to weight.grad
+    window = hs.Accumulator(hs.AdamW([weight]), 3)
+    for tokens in (0, 2, 0):
+        window.backward(weight.mean(), tokens=tokens)
+    window.finish()
+    assert held is not None
+    assert weight.grad.tolist() == [0.25] * 4
+
+
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_a_window_without_any_valid_token_has_zero_gradients_and_loss(dtype: torch.dtype) -> None:
     net = model(dtype)

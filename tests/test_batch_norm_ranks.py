@@ -15,14 +15,10 @@ from torch import distributed, nn
 if not distributed.is_available() or not distributed.is_gloo_available():
     pytest.skip("this torch is built without gloo", allow_module_level=True)
 
-from batch_norm_ranks import normed, samples
+from batch_norm_ranks import assert_sync_batch_norm_is_whole, everything, normed
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("accumulator_ranks")]
 EPS = torch.finfo(torch.float32).eps
-
-
-def everything(window: int) -> torch.Tensor:
-    return torch.cat([x for rank in range(2) for x in samples(rank, window)])
 
 
 def whole() -> tuple[nn.Sequential, list[torch.Tensor]]:
@@ -50,28 +46,14 @@ def test_merged(ranks_found: Any) -> None:
 
 def test_exact(ranks_found: Any) -> None:
     net, outputs = whole()
+    outputs_of = [rank["exact_batch_norm"][1] for rank in ranks_found]
     for window in range(2):
-        per_rank = [2, 1] if window == 0 else [1, 2]
-        start = [0, 0] if window == 0 else [2, 1]
-        got = [
-            x
-            for rank in range(2)
-            for x in ranks_found[rank]["exact_batch_norm"][1][start[rank] : start[rank] + per_rank[rank]]
-        ]
-        torch.testing.assert_close(torch.cat(got), outputs[window], rtol=1e-4, atol=1e-5)
+        got = torch.cat([outputs_of[rank][window] for rank in range(2)])
+        torch.testing.assert_close(got, outputs[window], rtol=1e-4, atol=1e-5)
     for rank in ranks_found:
         names = [f"{layer}.{name}" for layer in (0, 3) for name in STATE]
         assert_close(rank["exact_batch_norm"][0], net.state_dict(), names)
 
 
 def test_sync_batch_norm_gives_the_whole_batchs_gradient(ranks_found: Any) -> None:
-    net = normed()
-    for window in range(2):
-        net.zero_grad()
-        net(everything(window)).square().mean().backward()
-        expected = {name: p.grad for name, p in net.named_parameters()}
-        for rank in ranks_found:
-            got, state = rank["sync_batch_norm"][window]
-            for name, grad in expected.items():
-                torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-5, msg=name)
-            assert_close(state, net.state_dict(), [f"{layer}.{name}" for layer in (0, 3) for name in STATE])
+    assert_sync_batch_norm_is_whole(ranks_found)

@@ -54,7 +54,7 @@ class TokenWeights:
 
     def weigh(self, loss: Tensor, count: Tensor) -> Tensor:
         """The loss times its weight; 0-d, differentiable, at least float32. `count` is on the loss's device."""
-        weight = torch.where(count == 0, 0.0, (count if self._mean else 1.0) / self.unit(count.device))
+        weight = (count if self._mean else 1.0) / self.unit(count.device)
         return loss.reshape(()) * weight.to(torch.promote_types(loss.dtype, torch.float32))
 
     def count_in(self, loss: Tensor, count: Tensor) -> None:
