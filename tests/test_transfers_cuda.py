@@ -15,6 +15,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 from fake_cuda import fake_cuda
+from offload_cases import assert_same, gradients
 from torch import Tensor
 
 import halfstep as hs
@@ -121,6 +122,18 @@ def test_a_tensor_goes_and_comes_back(fakes: Fakes) -> None:
     assert x.grad is not None
     assert torch.equal(x.grad, x.exp().exp() * x.exp())
     assert device.buffers.used_bytes == 0
+
+
+def test_a_model_keeps_its_gradients(fakes: Fakes) -> None:
+    expected = gradients("dropout")
+    limits = dict(keep_last_bytes=2000, prefetch_bytes=3000, in_flight_bytes=1500)
+    context = hs.offload_activations(1, **limits, transfers=CudaTransfers(HOST))
+    for _ in range(2):
+        assert_same(gradients("dropout", lambda: context), expected)
+    assert context.fetched_bytes > 0
+    kinds = [call[0] for call in fakes.calls if call != ("copy", "current", False)]
+    assert 2 * kinds.count("copy") == kinds.count("record") > 0, "two records to a copy"
+    assert "synchronize" not in kinds, "the host waits for nothing"
 
 
 def test_the_rest_of_the_interface(fakes: Fakes) -> None:
