@@ -36,7 +36,7 @@ def saving(gpu: Any, count: int, nbytes: int) -> Tensor:
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=["defaults", "none", "small"])
-@pytest.mark.parametrize("name", ["transformer", "dropout", "views"])
+@pytest.mark.parametrize("name", ["dropout", "views"])
 def test_gradients_have_the_same_bits(gpu: Any, name: str, limits: dict[str, Any]) -> None:
     """Also behind work that takes a while, where copies that wait for nothing would overtake it."""
     with sdpa_kernel(SDPBackend.MATH):  # fused kernels' gradients may differ from run to run
