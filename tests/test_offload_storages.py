@@ -13,6 +13,7 @@ import pytest
 import torch
 from offload_cases import CASES, gradients, offloaded
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import halfstep as hs
 
@@ -80,12 +81,18 @@ SAVED: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
     "an inference tensor": (lambda: LEAF * inference(), {}),
     "sparse": (lambda: torch.sparse.mm(torch.eye(32).to_sparse(), LEAF), {"of other kinds": 1}),
     "a subclass": (lambda: LEAF * torch.ones(32, 32).as_subclass(Named), {"of other kinds": 1}),
+    "a fake one": (lambda: fake(), {"of other kinds": 1}),
     "on another device": (lambda: LEAF.to("meta") * torch.ones(32, 32, device="meta"), {"on other devices": 1}),
 }
 
 
 class Named(Tensor):
     pass
+
+
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(32, 32, requires_grad=True).exp()
 
 
 def inference() -> Tensor:
