@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from halfstep.transfers.host import HostTransfers
+from halfstep.transfers.host_buffers import PAGE
 
 
 def bytes_of(device: HostTransfers, *values: int) -> torch.Tensor:
@@ -24,8 +25,8 @@ def test_buffers_have_their_exact_size_and_go_round() -> None:
     pool = device.buffers
     first, second = (pool.take(n, device.outgoing) for n in (1000, 1000))
     assert first.memory.nbytes == 1000
-    assert first.memory.data_ptr() % 4096 == 0
-    assert abs(first.memory.data_ptr() - second.memory.data_ptr()) >= 4096, "no page in common"
+    assert first.memory.data_ptr() % PAGE == 0
+    assert abs(first.memory.data_ptr() - second.memory.data_ptr()) >= PAGE, "no page in common"
     pool.give(first, None)
     assert (pool.used_bytes, pool.free_bytes) == (1000, 1000)
     assert pool.take(1000, device.outgoing) is first

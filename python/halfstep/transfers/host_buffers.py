@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import warnings
 from collections import deque
@@ -15,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from . import Event, Stream, Transfers
 
-PAGE = 4096  # bytes: memory is pinned page by page, and no page may be pinned twice
+PAGE = mmap.PAGESIZE  # bytes: memory is pinned page by page, and no page may be pinned twice
 
 
 class HostBuffer:
