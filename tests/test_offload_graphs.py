@@ -80,6 +80,23 @@ def test_part_of_a_graph() -> None:
     assert device.buffers.used_bytes == 0
 
 
+def test_a_context_that_stays_open_forgets_what_is_gone() -> None:
+    """And brings back what was saved first of what is not."""
+    context, device = offloaded()
+    x = torch.randn(4, 4, requires_grad=True)
+    with context:
+        kept = x.exp().sin().exp()
+        for _ in range(150):
+            x.exp().exp().sum().backward()
+        (tape,) = context._tapes.values()
+        assert len(tape.order) < 150
+        x.grad = None
+        kept.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().exp().sum(), x)[0])
+    assert device.buffers.used_bytes == 0
+
+
 def test_graphs_side_by_side_and_contexts_inside_each_other() -> None:
     model, x = transformer(), tokens()
     expected = torch.autograd.grad(plain(model, x), list(model.parameters()))
