@@ -185,8 +185,19 @@ def fsdp_last_of_bfloat16(rank: int) -> Any:
 def fsdp_last_not_announced(rank: int) -> Any:
     net = fully_shard(nn.Linear(4, 2), mesh=init_device_mesh("cpu", (2,)))
     accumulator = hs.Accumulator(hs.AdamW(net.parameters()), 2, model=net, sync="last")
-    accumulator.backward(net(torch.ones(2, 4)).mean(), tokens=2)
-    accumulator.step()
+    said = ""
+    for k in range(2):
+        accumulator.backward(net(torch.ones(2, 4)).mean(), tokens=2)
+        if k == 0:
+            try:
+                accumulator.step()
+            except RuntimeError as error:
+                said = str(error)
+            accumulator.reset()
+        else:
+            accumulator.backward(net(torch.zeros(2, 4)).mean(), tokens=6)
+    accumulator.finish()
+    return said, whole(net.weight.grad)
 
 
 @check

@@ -38,6 +38,11 @@ def test_arguments_out_of_range(options: dict[str, Any], message: str) -> None:
         one(**options)
 
 
+def test_what_is_no_optimizer() -> None:
+    with pytest.raises(TypeError, match=r"optimizer must be one of halfstep's or torch.optim's, got Block; the model"):
+        hs.Accumulator(model(), 2)  # type: ignore[arg-type]
+
+
 def test_nothing_to_train() -> None:
     with pytest.raises(ValueError, match="no parameter that requires a gradient; there is nothing to accumulate"):
         hs.Accumulator(hs.AdamW([nn.Parameter(torch.ones(2), requires_grad=False)]), 2)
@@ -211,6 +216,18 @@ def test_checkpoints_within_a_window() -> None:
     for bad in ({}, {"window_tokens": 0.0}, {"window_tokens": "8"}):
         with pytest.raises(ValueError, match=r"state has window_tokens=.*; expected None or a number >= 1"):
             window.load_state_dict(bad)
+
+
+def test_the_number_of_micro_batches_changes_between_windows() -> None:
+    net, window = one()
+    window.steps = 1
+    run(window, net, batches([3]))
+    assert window.ready
+    with pytest.raises(RuntimeError, match="setting steps with 1 of 1 micro-batches in the window"):
+        window.steps = 2
+    window.step()
+    with pytest.raises(ValueError, match="steps=0: expected an integer >= 1"):
+        window.steps = 0
 
 
 def test_copies() -> None:

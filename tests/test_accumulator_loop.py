@@ -93,6 +93,22 @@ def test_one_overflow_skips_the_whole_window(optimizer: str, scaler: str) -> Non
     assert net.inner.weight.isfinite().all()
 
 
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_a_scale_that_moves_within_a_window(scaler: str) -> None:
+    """Another loop under the same scaler has made its step: this window keeps its scale, the step undoes the new."""
+    nets = [model(BFLOAT16), model(BFLOAT16)]
+    for net, moves in zip(nets, (False, True), strict=True):
+        made = SCALERS[scaler](init_scale=8.0)
+        window = hs.Accumulator(hs.AdamW(net.parameters(), lr=1e-2), len(LENGTHS), scaler=made)
+        for i, batch in enumerate(batches()):
+            run(window, net, [batch])
+            if moves and i == 1:
+                made.update(64.0)
+        window.step()
+    for name, weight in weights(nets[0]).items():
+        assert_same_bits(nets[1].get_parameter(name).detach(), weight, name)
+
+
 def test_clipping_is_of_the_divided_gradients() -> None:
     """max_grad_norm, by hand with halfstep and by hand with torch, under a scaler or not: one update."""
     results = []

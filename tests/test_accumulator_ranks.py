@@ -95,7 +95,6 @@ def test_ddp_hands_out_buffers_once_a_window_and_syncs_again_afterwards(ranks_fo
         ("ddp_static", "DistributedDataParallel(static_graph=True) cannot leave out its own synchronisation"),
         ("fsdp_last_in_16_bits", 'sync="last" lets FSDP2 add up gradients in torch.bfloat16, which stalls'),
         ("fsdp_last_of_bfloat16", 'sync="last" lets FSDP2 add up gradients in torch.bfloat16, which stalls'),
-        ("fsdp_last_not_announced", "of a shorter window needs backward(loss, tokens, last=True)"),
         ("fsdp_divided", "set_gradient_divide_factor() was called on an FSDP2 module"),
         ("fsdp_after_the_optimizer", "is no DTensor though the model has FSDP2 modules"),
         ("fsdp_without_a_model", "is a DTensor; pass the model that fully_shard() was called on as model="),
@@ -108,6 +107,13 @@ def test_ddp_hands_out_buffers_once_a_window_and_syncs_again_afterwards(ranks_fo
 def test_what_is_refused(name: str, message: str, ranks_found: Any) -> None:
     for rank in ranks_found:
         assert message in rank[name]
+
+
+def test_a_window_that_fsdp_has_not_reduced_can_be_dropped(ranks_found: Any) -> None:
+    for rank in ranks_found:
+        said, grad = rank["fsdp_last_not_announced"]
+        assert "of a shorter window needs backward(loss, tokens, last=True). Call reset() to drop the window" in said
+        assert grad.tolist() == [[0.125] * 4] * 2  # nothing of the dropped micro-batch
 
 
 def test_fsdp1_is_refused() -> None:

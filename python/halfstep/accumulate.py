@@ -19,7 +19,8 @@ from .fused_adam import FusedAdam
 from .gradient_sums import GradientSums
 from .gradient_sync import OneRank, ranks_of
 from .loss_graph import check_reduction, silenced
-from .token_weights import TokenWeights, check_loss, token_count
+from .token_weights import TokenWeights, WindowScale, check_loss, token_count
+from .window_stage import WindowStage, refuse_empty
 from .wrappers import innermost
 
 
@@ -63,8 +64,8 @@ class Accumulator:
     Args:
         optimizer: of halfstep or torch.optim; its parameter groups may change between windows.
         steps: micro-batches in a window, on this rank, >= 1.
-        scaler: an hs.LossScaler or torch.amp.GradScaler; the accumulator scales, steps and updates. One micro-batch
-            that overflows skips the whole window.
+        scaler: an hs.LossScaler or torch.amp.GradScaler; the accumulator scales, steps and updates. A window has one
+            scale, and one micro-batch that overflows skips all of it.
         model: the DistributedDataParallel or FSDP2 model, or what contains it. Needed where torch.distributed runs
             several ranks; a plain model there is one that this rank trains alone.
         process_group: sum over these ranks, for plain models that every rank has a copy of.
@@ -95,44 +96,57 @@ class Accumulator:
         self, optimizer: Optimizer, steps: int, *, scaler: Any = None, model: nn.Module | None = None,
         process_group: dist.ProcessGroup | None = None, reduction: str = "mean", sync: str = "every",
     ) -> None:  # fmt: skip
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise ValueError(f"steps={steps!r}: expected an integer >= 1, the number of micro-batches in a window")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction={reduction!r}: expected 'mean' or 'sum', as the loss function was given")
         if sync not in ("every", "last"):
             raise ValueError(f"sync={sync!r}: expected 'every' or 'last'")
+        inner = innermost(optimizer)
+        if not isinstance(inner, Optimizer):
+            raise TypeError(
+                f"optimizer must be one of halfstep's or torch.optim's, got {type(optimizer).__name__}; the model goes "
+                "to model="
+            )
         self.optimizer, self.scaler = optimizer, scaler
-        self.steps, self.reduction = steps, reduction
+        self.reduction = reduction
+        self._stage = WindowStage(_checked_steps(steps))
         self._sums = GradientSums(optimizer)
         params = self._sums.trainable()
         if not params:
             raise ValueError("the optimizer has no parameter that requires a gradient; there is nothing to accumulate")
         self._ranks: OneRank = ranks_of(model, process_group, params, sync)
         self._device = params[0].device
-        self._weights = TokenWeights(reduction, steps)
+        self._weights, self._scale = TokenWeights(reduction, steps), WindowScale(scaler)
         self._loss = torch.tensor(float("nan"), dtype=torch.float64, device="cpu")
         self._tokens = torch.tensor(0, device="cpu")
         self._start_window()
-        inner = innermost(optimizer)
-        self._refusal = inner.register_step_pre_hook(_refuser(weakref.ref(self)))
         weakref.finalize(self, self._ranks.release)
-        weakref.finalize(self, self._refusal.remove)
+        weakref.finalize(self, self._stage.watch(inner).remove)
 
     def _start_window(self) -> None:
-        self._micro_steps = 0
-        self._stage = "open"  # then "finished", "stepping"
+        self._stage.start()
         self._weights.start_window()
+        self._scale.start_window()
 
     # ---- the loop --------------------------------------------------------------------------------------------------
     @property
+    def steps(self) -> int:
+        """Micro-batches in a window, on this rank; may be set between windows."""
+        return self._stage.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._stage.check_between_windows("setting steps")
+        self._stage.steps = _checked_steps(steps)
+
+    @property
     def ready(self) -> bool:
         """True if `steps` micro-batches are in: time for step()."""
-        return self._micro_steps >= self.steps
+        return self._stage.full
 
     @property
     def pending(self) -> bool:
         """True if at least one micro-batch is in and not stepped with."""
-        return self._micro_steps > 0
+        return self._stage.micro_batches > 0
 
     @property
     def loss(self) -> Tensor:
@@ -153,7 +167,8 @@ class Accumulator:
         Args:
             loss: of one element, not yet scaled: the mean or the sum over the micro-batch's valid tokens.
             tokens: how many valid tokens that is: an integer or a 0-d integer tensor >= 0 (which is not read on the
-                host if it is on a device); 1 in every call weighs micro-batches equally.
+                host if it is on a device). Count what the loss counts, as labels[:, 1:] where a causal model shifts
+                them. 1 in every call weighs micro-batches equally.
             last: this micro-batch ends the window though it is not the `steps`-th; needed with sync="last" alone.
             retain_graph: as in torch's backward().
 
@@ -163,7 +178,7 @@ class Accumulator:
             ValueError: a loss of several elements, or of the other reduction as far as its graph shows; tokens < 0.
             TypeError: tokens that are no integer; a sparse gradient.
         """
-        self._check_turn()
+        self._stage.check_backward()
         check_loss(loss)
         count = token_count(tokens, loss.device)
         check_reduction(loss, self.reduction, self.steps)
@@ -171,15 +186,14 @@ class Accumulator:
         self._ranks.check(self._sums.trainable())
         self._weights.expect(count, self._ranks.largest)
         scaled = self._weights.weigh(loss, count)
-        if self.scaler is not None:
-            scaled = self.scaler.scale(scaled)
-        self._ranks.before_backward(last=last or self._micro_steps + 1 >= self.steps)
+        scaled = self._scale.applied(scaled)
+        self._ranks.before_backward(last=last or self._stage.micro_batches + 1 >= self.steps)
         self._sums.lend()
         with silenced(loss, count == 0):
             scaled.backward(retain_graph=retain_graph)
         self._sums.take()
         self._weights.count_in(loss, count)
-        self._micro_steps += 1
+        self._stage.micro_batches += 1
 
     def finish(self) -> None:
         """Ends the window: sums over the ranks and divides, so that .grad is the gradient of the mean loss.
@@ -191,24 +205,22 @@ class Accumulator:
 
         Raises RuntimeError if nothing was accumulated, or if FSDP2's gradients are not reduced (see backward()).
         """
-        if self._stage != "open":
-            raise RuntimeError("finish() was called twice in a window; call step(), which ends it")
-        if not self._micro_steps and self._ranks.size == 1:
-            _refuse_empty()
+        self._stage.check_finish(alone=self._ranks.size == 1)
         self._ranks.check_summed()
         self._sums.check_untouched()
         totals = self._weights.totals(self._device)
         self._weights.expect(totals[1], self._ranks.largest)
         self._ranks.sum_totals(totals)
         loss, count = totals.unbind()
-        self._sums.multiply(self._weights.factor(count) * self._ranks.divided_by)
+        factor = self._weights.factor(count) * self._ranks.divided_by
+        self._sums.multiply(factor * self._scale.correction(factor.device))
         self._ranks.sum_gradients(self._sums.trainable(), self._sums.sums)
         if not self._sums.sums:
-            _refuse_empty()
+            refuse_empty()
         self._sums.give(wide=isinstance(innermost(self.optimizer), FusedAdam))
         self._weights.learn(count / self._ranks.size)
         self._loss, self._tokens = loss / count.clamp(min=1), count.long()
-        self._stage = "finished"
+        self._stage.finished = True
 
     def step(self, *, update_scale: bool = True) -> Any:
         """finish(), if it was not called; then the optimizer's step, the scaler's update, and a new window.
@@ -219,16 +231,16 @@ class Accumulator:
         Returns whether the step was skipped (0-d bool, on the device) with halfstep's optimizers or LossScaler; else
         what the scaler's or the optimizer's step() returned. Raises as finish() and as these.
         """
-        if self._stage == "open":
+        if not self._stage.finished:
             self.finish()
-        self._stage = "stepping"
+        self._stage.stepping = True
         try:
             if self.scaler is None:
                 result = self.optimizer.step()
             else:
                 result = self.scaler.step(self.optimizer)
         finally:
-            self._stage = "finished"
+            self._stage.stepping = False
         if self.scaler is not None and update_scale:
             self.scaler.update()
         inner = innermost(self.optimizer)
@@ -247,7 +259,7 @@ class Accumulator:
 
         Raises RuntimeError within a window, whose gradients are in no checkpoint: step() or reset() first.
         """
-        self._check_between_windows("state_dict()")
+        self._stage.check_between_windows("state_dict()")
         expected = self._weights.expected
         return {"window_tokens": None if expected is None else float(expected)}
 
@@ -256,7 +268,7 @@ class Accumulator:
 
         Raises RuntimeError within a window, ValueError for anything else.
         """
-        self._check_between_windows("load_state_dict()")
+        self._stage.check_between_windows("load_state_dict()")
         expected = state_dict.get("window_tokens", 0.0)
         if expected is not None and (not isinstance(expected, float) or not expected >= 1):
             raise ValueError(
@@ -272,44 +284,8 @@ class Accumulator:
             "between two windows and load it into a new hs.Accumulator"
         )
 
-    # ---- misuse ----------------------------------------------------------------------------------------------------
-    def _check_turn(self) -> None:
-        if self._stage != "open":
-            raise RuntimeError("backward() after finish(): the window has ended; call step() first")
-        if self.ready:
-            raise RuntimeError(
-                f"backward() for micro-batch {self._micro_steps + 1} of a window of {self.steps}: call step() when "
-                "accumulator.ready is true"
-            )
 
-    def _check_between_windows(self, what: str) -> None:
-        if self.pending or self._stage != "open":
-            raise RuntimeError(
-                f"{what} with {self._micro_steps} of {self.steps} micro-batches in the window, whose gradients are in "
-                "no checkpoint; call step(), or reset() to drop them"
-            )
-
-    def _check_own_step(self) -> None:
-        if self.pending and self._stage != "stepping":
-            raise RuntimeError(
-                "optimizer.step() was called within a window of micro-batches; call accumulator.step(), which divides "
-                "the sums, steps the optimizer (through the scaler, if there is one) and clears the gradients"
-            )
-
-
-def _refuser(accumulator: weakref.ref[Accumulator]) -> Any:
-    """A hook before the optimizer's step that does not keep the accumulator alive."""
-
-    def refuse(*_: Any) -> None:
-        held = accumulator()
-        if held is not None:
-            held._check_own_step()
-
-    return refuse
-
-
-def _refuse_empty() -> NoReturn:
-    raise RuntimeError(
-        "step() with no gradient accumulated: call backward(loss, tokens) for each micro-batch first, and "
-        "`if accumulator.pending:` before the last, shorter window's step()"
-    )
+def _checked_steps(steps: int) -> int:
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"steps={steps!r}: expected an integer >= 1, the number of micro-batches in a window")
+    return steps

@@ -5,7 +5,6 @@ The one place of the accumulator that knows process groups, DistributedDataParal
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from .fsdp2_state import check_settings, drop_unreduced, is_fsdp2
 from .ops.layout import NARROW
 from .shards import is_sharded
 
@@ -149,7 +149,7 @@ class Sharded(OneRank):
     """
 
     def __init__(self, model: nn.Module, params: Sequence[Tensor], *, at_the_end: bool) -> None:
-        self._parts: list[Any] = [module for module in model.modules() if _is_fsdp2(module)]
+        self._parts: list[Any] = [module for module in model.modules() if is_fsdp2(module)]
         self._at_the_end = at_the_end
         self._synced = True
         self.check(params)
@@ -157,7 +157,7 @@ class Sharded(OneRank):
         self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         self.size = self.divided_by = mesh.size()
         for part in self._parts:
-            _check_part(part, params, at_the_end)
+            check_settings(part, params, at_the_end)
         self._sync(not at_the_end)
 
     def check(self, params: Sequence[Tensor]) -> None:
@@ -200,6 +200,9 @@ class Sharded(OneRank):
             )
 
     def after_window(self) -> None:
+        if not self._synced:
+            for part in self._parts:
+                drop_unreduced(part)
         self._synced = True
 
     def release(self) -> None:
@@ -208,31 +211,6 @@ class Sharded(OneRank):
     def _sync(self, on: bool) -> None:
         for part in self._parts:
             part.set_requires_gradient_sync(on, recurse=False)
-
-
-def _is_fsdp2(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it no module is one
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
-def _check_part(part: Any, params: Sequence[Tensor], at_the_end: bool) -> None:
-    """The one place that reads FSDP2's private state: there is no public way to ask for either setting."""
-    state = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.10 has one or none
-        groups = [state._fsdp_param_group]
-    if any(getattr(group, "gradient_divide_factor", None) is not None for group in groups):
-        raise ValueError(
-            "set_gradient_divide_factor() was called on an FSDP2 module; the accumulator divides by the number of "
-            "valid tokens of all ranks. Leave the factor as fully_shard() sets it"
-        )
-    policy = state._mp_policy
-    sums = policy.reduce_dtype or policy.param_dtype or next((p.dtype for p in params if p.dtype in NARROW), None)
-    if at_the_end and sums in NARROW:
-        raise ValueError(
-            f'sync="last" lets FSDP2 add up gradients in {sums}, which stalls. Give fully_shard() '
-            'MixedPrecisionPolicy(..., reduce_dtype=torch.float32), or use sync="every", whose sums are float32'
-        )
 
 
 def ranks_of(
@@ -247,7 +225,7 @@ def ranks_of(
                 "fully_shard() (FSDP2)"
             )
     replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
-    sharded = any(_is_fsdp2(module) for module in modules)
+    sharded = any(is_fsdp2(module) for module in modules)
     if replicas and sharded:
         raise TypeError("model has DistributedDataParallel and FSDP2 modules; use one of them")
     if sharded and model is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +77,37 @@ class TokenWeights:
         """How many tokens a window had on a rank, on average."""
         assert self.expected is not None, "the window has ended"
         self.expected = torch.maximum(_on(tokens.device, self.expected), tokens)
+
+
+class WindowScale:
+    """The loss scale of a window: that of its first micro-batch for all of them, whatever moves the scaler meanwhile.
+
+    Another optimizer's step may do so in the middle of a window. Nothing is read on the host.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+        self.start_window()
+
+    def start_window(self) -> None:
+        self._scale: Tensor | None = None
+
+    def applied(self, loss: Tensor) -> Tensor:
+        """The loss, 0-d, times the scale."""
+        if self._scaler is None:
+            return loss
+        if self._scale is None:
+            self._scale = self._now(loss.device)
+        return loss * self._scale.to(loss.device)
+
+    def correction(self, device: torch.device) -> Tensor | float:
+        """What makes the window's sums carry the scale that the scaler is going to undo."""
+        if self._scale is None:
+            return 1.0
+        return self._now(device).double() / self._scale.to(device)
+
+    def _now(self, device: torch.device) -> Tensor:
+        return self._scaler.scale(torch.ones((), device=device))
 
 
 def _on(device: torch.device, number: Tensor) -> Tensor:

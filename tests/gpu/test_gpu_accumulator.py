@@ -81,6 +81,23 @@ def test_token_counts_stay_on_the_device(gpu: Any) -> None:
             loop.step()
 
 
+@pytest.mark.real_gpu
+def test_a_model_over_two_devices(gpu: Any) -> None:
+    if not gpu.others:
+        pytest.skip("there is one GPU")
+    weights = [Parameter(torch.ones(300, device=device, dtype=BFLOAT16)) for device in (gpu.device, gpu.others[0])]
+    loop = hs.Accumulator(hs.AdamW(weights), 2)
+    for tokens, factor in ((1, 4.0), (3, 8.0)):
+        with gpu.used():
+            losses = [weight.float().mean().to(gpu.device) for weight in weights]
+            loop.backward((losses[0] + losses[1]) * factor, tokens)
+    with gpu.used():
+        loop.finish()
+        for weight in weights:
+            torch.testing.assert_close(weight.grad, torch.full_like(weight.grad, 7 / 300), rtol=2**-7, atol=0)
+        assert not loop.step()
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d])
 def test_batch_norm_of_a_window(gpu: Any, kind: type[nn.BatchNorm2d], exact: bool) -> None:
