@@ -1,4 +1,5 @@
-"""Two processes that run every check of accumulation_ranks.py and batch_norm_ranks.py: starting them takes seconds.
+"""Two processes that run every check of accumulation_ranks.py, batch_norm_ranks.py and checkpoint_ranks.py: starting
+them takes seconds.
 
 python ranks_job.py RANK RANKS FOLDER DEVICE is one of them; it leaves in FOLDER/RANK.pt {check: what it returned,
 or the text of its exception}.
@@ -49,8 +50,9 @@ def main(rank: int, ranks: int, folder: str, device: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     import accumulation_ranks
     import batch_norm_ranks
+    import checkpoint_ranks
 
-    checks = {**accumulation_ranks.CHECKS, **batch_norm_ranks.CHECKS}
+    checks = {**accumulation_ranks.CHECKS, **batch_norm_ranks.CHECKS, **checkpoint_ranks.CHECKS}
     if device != "cpu":
         checks = {"sync_batch_norm": partial(batch_norm_ranks.sync_batch_norm, device=device)}
     torch.save({name: result(function, rank) for name, function in checks.items()}, f"{folder}/{rank}.pt")
