@@ -34,6 +34,7 @@ WRAPS: dict[str, Wrap] = {
     "fsdp unsharded between": partial(sharded, reshard_after_forward=False),
     "fsdp bfloat16": partial(sharded, mp_policy=BFLOAT16),
     "fsdp inside of blocks": partial(sharded, inner=True),
+    "fsdp inside of blocks, unsharded between": partial(sharded, inner=True, reshard_after_forward=False),
 }
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpointed import WIDTH, assert_same_run, inputs, run
+from checkpointed import WIDTH, assert_same_run, inputs, keep_all, run
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention.flex_attention import flex_attention
 
 import halfstep as hs
 
@@ -29,6 +30,7 @@ pytestmark = [
 @pytest.fixture
 def fresh() -> None:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 class Mlp(nn.Module):
@@ -92,6 +94,10 @@ def test_batch_statistics_and_dropout(policy: Any, breaks: bool) -> None:
     expected = run(plain, inputs())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=not breaks)
     assert_same_run(run(model, inputs(), compiled), expected)
+    if breaks:  # what is left to Python goes through a graph as often as without torch.compile
+        loss = compiled(inputs()).sum()
+        first, again = (torch.autograd.grad(loss, [*model.parameters()], retain_graph=True) for _ in range(2))
+        assert all(map(torch.equal, first, again))
 
 
 def test_blocks_that_are_compiled_one_by_one() -> None:
@@ -129,3 +135,25 @@ def test_compiled_parts_of_a_block_stay_compiled(policy: Any) -> None:
         block[1].compile(backend=backend)
     assert_same_run(run(model, inputs()), plain)
     assert len(called) == 4, "in forward and recomputation"
+    assert torch._dynamo.utils.counters["frames"]["total"] == 1, "nothing of the checkpoint is traced"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("policy", ["selective", "all"])
+def test_flex_attention(policy: Any) -> None:
+    """An operator that takes a function. On CPUs it has no gradient."""
+
+    class Flex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = x.detach()[:, None]
+            return self.linear(x) * flex_attention(heads, heads, heads)[:, 0]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Flex(), Flex())
+    plain = run(model, inputs())
+    hs.checkpoint(model, keep_all if policy == "all" else policy)
+    assert_same_run(run(model, inputs()), plain)

@@ -163,6 +163,24 @@ def test_quadratic_scores_are_computed_again(length: int, again: int) -> None:
     assert counted(blocks[0], x)[1] - plain[1] == again * 2 * 2 * length * length * 4
 
 
+@pytest.mark.parametrize("policy", ["layer", "selective"])
+def test_what_was_computed_again_is_freed(llama: Llama, policy: str) -> None:
+    """With the graph kept, each backward recomputes the same and leaves nothing behind."""
+    hs.checkpoint(llama, policy)
+    x = torch.randn(B, S, H)
+    flops = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
+    with hs.measure_activations() as measured:
+        loss = llama(x).square().sum()
+        kept = measured.bytes
+        totals = []
+        for _ in range(3):
+            with flops:
+                torch.autograd.grad(loss, list(llama.parameters()), retain_graph=True)
+            totals.append(flops.get_total_flops())
+            assert measured.bytes == kept
+    assert totals[0] == totals[1] == totals[2]
+
+
 def test_results_that_nothing_needs_are_not_kept() -> None:
     """A policy that keeps everything keeps no more than what is made up to the last saved tensor."""
     block = nn.Sequential(nn.Linear(H, H), nn.Tanh(), nn.Linear(H, H, bias=False), nn.Flatten(0))

@@ -118,6 +118,8 @@ class _Store:
 class _Keep(TorchDispatchMode):
     """Around the forward."""
 
+    supports_higher_order_operators = True  # flex_attention, compiled regions: each is one operator here
+
     def __init__(self, decide: Decide, store: _Store):
         super().__init__()
         self.decide, self.store = decide, store
@@ -158,11 +160,12 @@ class _Keep(TorchDispatchMode):
         ctx = SelectiveCheckpointContext(is_recompute=False)
         ctx.op_output = output
         wanted = checked_decision(self.decide, ctx, op, *args, **kwargs) in _KEEP
-        if _is_alias(op):  # a view counts its writes with what it shows
+        if _gives_alias(op):  # a view counts its writes with what it shows
             return output
-        for tensor in _tensors(output):  # some operators share memory unseen: aten::_unsafe_view, behind most products
-            for result in self.by_storage.get(_storage(tensor), ()):
-                result.watch(_alias(tensor))
+        if self.by_storage:  # some operators share memory unseen: aten::_unsafe_view, behind most products
+            for tensor in _tensors(output):
+                for result in self.by_storage.get(_storage(tensor), ()):
+                    result.watch(_alias(tensor))
         if wanted:
             device = _random_device(op, output)
             state = None if device is None else _random_state(device)
@@ -176,6 +179,8 @@ class _Keep(TorchDispatchMode):
 
 class _Reuse(TorchDispatchMode):
     """Around each recomputation."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, store: _Store):
         super().__init__()
@@ -206,18 +211,20 @@ class _Reuse(TorchDispatchMode):
 
 def _key(op: Any, args: tuple[Any, ...]) -> Any:
     """What a call is counted under: compiled regions are one operator, told apart by what they call."""
-    if getattr(op, "__name__", "") == "inductor_compiled_code" and args:
+    if type(op) is not torch._ops.OpOverload and getattr(op, "__name__", "") == "inductor_compiled_code":
         return (op, id(args[0]))
     return op
+
+
+_CAST = torch.ops.aten._to_copy.default
 
 
 def uncounted(op: Any, args: tuple[Any, ...]) -> bool:
     """Operators whose number may differ between a forward and its recomputation: those of the checkpoint itself, and
     autocast's casts of weights, of which it keeps a copy until its context ends."""
-    if op in SAC_IGNORED_OPS:
-        return True
-    of_leaf = bool(args) and isinstance(args[0], Tensor) and args[0].requires_grad and args[0].is_leaf
-    return of_leaf and op is torch.ops.aten._to_copy.default
+    if op is _CAST:
+        return bool(args) and isinstance(args[0], Tensor) and args[0].requires_grad and args[0].is_leaf
+    return op in SAC_IGNORED_OPS
 
 
 def writes(op: Any) -> bool:
@@ -226,7 +233,8 @@ def writes(op: Any) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _is_alias(op: Any) -> bool:
+@functools.cache
+def _gives_alias(op: Any) -> bool:
     """Whether the operator returns (a view of) one of its arguments."""
     schema = getattr(op, "_schema", None)
     return schema is not None and any(value.alias_info is not None for value in schema.returns)
@@ -246,9 +254,12 @@ def _storage(tensor: Tensor) -> int:
 
 def _random_device(op: Any, output: Any) -> torch.device | None:
     """The device whose random numbers the operator may have drawn."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
-        return None
-    return next((t.device for t in _tensors(output)), None)
+    return next((t.device for t in _tensors(output)), None) if _draws(op) else None
+
+
+@functools.cache
+def _draws(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 
 def _random_state(device: torch.device) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -100,22 +100,29 @@ _PRODUCTS = {
 }
 _BATCHED = {"aten::bmm", "aten::baddbmm"}
 _KEPT = {f"aten::{name}" for name in _PRODUCTS}
-_ATTENTION = ("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "aten::_efficient_attention_forward")
+_ATTENTION = (
+    *("aten::_scaled_dot_product_", "aten::_flash_attention_forward", "aten::_efficient_attention_forward"),
+    *("aten::_cudnn_attention_forward", "halfstep::attention", "flex_attention"),
+)
 
 
-def _is_attention(name: str) -> bool:
-    return (name.startswith(_ATTENTION) and "backward" not in name) or name == "halfstep::attention"
+@functools.cache
+def _kind(op: Any) -> Literal["attention", "product", "batched"] | None:
+    name = op.name().split(".")[0]
+    if name.startswith(_ATTENTION) and "backward" not in name:
+        return "attention"
+    if name in _BATCHED:
+        return "batched"
+    return "product" if name in _KEPT else None
 
 
 def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Policy "selective": products, convolutions and attention are kept. A batched product that is larger than both
     its operands together is not: the scores of attention written out, [heads, length, length], would be."""
-    name = op.name().split(".")[0] if hasattr(op, "name") else str(op)
-    if _is_attention(name) or name == "flex_attention":
-        return CheckpointPolicy.MUST_SAVE
-    if name not in _KEPT:
+    kind = _kind(op)
+    if kind is None:
         return CheckpointPolicy.PREFER_RECOMPUTE
-    if name in _BATCHED:
+    if kind == "batched":
         a, b = [operand for operand in args if isinstance(operand, Tensor)][-2:]
         if a.shape[0] * a.shape[1] * b.shape[2] > a.numel() + b.numel():
             return CheckpointPolicy.PREFER_RECOMPUTE
