@@ -5,11 +5,13 @@ Guards: buffers rounded up or never given back, and a stand-in that would see no
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from halfstep.transfers import host
 from halfstep.transfers.host import HostTransfers
 from halfstep.transfers.host_buffers import PAGE
 
@@ -190,6 +192,11 @@ def test_what_the_host_has_seen_done_needs_no_wait() -> None:
     device.synchronize(device.record(device.outgoing))
     with device.watch():
         assert torch.equal(source, copy)
+
+
+def test_its_example_runs() -> None:
+    results = doctest.testmod(host)
+    assert (results.attempted, results.failed) == (8, 0)
 
 
 def test_copies_are_of_bytes() -> None:
