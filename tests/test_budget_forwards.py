@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from budget_models import (
     LOTS,
     Chain,
+    DroppedLlama,
     LlamaBlock,
     budgeted,
     budgets_between,
@@ -24,6 +25,7 @@ from budget_models import (
     same,
     tokens_of,
 )
+from no_sync import forbid_waits
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -257,6 +259,40 @@ def test_autocast_with_its_copies_of_weights(steps):
             losses = [m(tokens_of()), m(tokens_of())]
         sum(losses).backward()
     assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_what_blocks_save_moves_to_the_host_as_well(step):
+    """offload_activations sees inputs of blocks, and all of a block without a checkpoint; results that a policy keeps
+    stay where they are."""
+    n = budgets_between(dropped, 2)[step]
+    model, plain = made(dropped), made(dropped)
+    hs.checkpoint(model, hs.ByteBudget(n))
+    for _ in range(2):
+        got = []
+        for m in (model, plain):
+            m.zero_grad()
+            torch.manual_seed(2)
+            with hs.offload_activations(min_bytes=1):
+                loss = m(tokens_of())
+            loss.backward()
+            got.append([p.grad for p in m.parameters()])
+        assert same(*got)
+
+
+def test_nothing_waits_for_the_device():
+    """Neither the forward that measures, nor the plan, nor a forward under it, nor its backward."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(DroppedLlama(16, 2, 1, 24) for _ in range(2)))
+        x = torch.empty(2, 12, 16, requires_grad=True)
+    probe = hs.checkpoint(model, hs.ByteBudget(LOTS))
+    model(x)
+    handle = hs.checkpoint(model, hs.ByteBudget(probe.plan.most * 2 // 3))
+    with forbid_waits("meta"):
+        model(x).sum().backward()
+        model(x).sum().backward()
+    assert handle.plan.extra_flops > 0
+    assert any(block.kept for block in handle.plan.blocks)
 
 
 def test_copies_measure_anew_and_budgets_are_not_shared():

@@ -36,9 +36,10 @@ def total_cost(calls: Sequence[Call], choices: Sequence[Choice]) -> int:
 def drawn_chain(rng: random.Random) -> Model:
     """Blocks that take the one before's result and a mask, which all save; anything else may be saved or not."""
     sizes: list[int] = []
+    unit = rng.choice([1, 100_003])
 
     def new() -> int:
-        sizes.append(rng.randint(1, 9))
+        sizes.append(rng.randint(1, 9) * unit + rng.randint(0, unit - 1))
         return len(sizes) - 1
 
     mask, x, calls = new(), new(), []

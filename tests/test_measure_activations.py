@@ -125,6 +125,16 @@ def test_views_in_place_results_and_what_was_there_before_cost_nothing():
     del y, w
 
 
+def test_results_that_share_a_new_storage_count_it_once():
+    library = torch.library.Library("halfstep_test", "FRAGMENT")
+    library.define("halves(Tensor x) -> (Tensor, Tensor)")
+    library.impl("halves", lambda x: tuple(torch.empty(10).chunk(2)), "CPU")
+    with hs.measure_activations() as measured:
+        first, second = torch.ops.halfstep_test.halves(torch.ones(0))
+    assert measured.bytes == 40
+    del first, second
+
+
 def test_mapped_files_are_no_allocation(tmp_path):
     torch.save(torch.ones(1000), tmp_path / "t.pt")
     with hs.measure_activations() as measured:

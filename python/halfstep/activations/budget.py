@@ -43,8 +43,10 @@ class ByteBudget:
 
     Counted are the storages that blocks keep, each once: inputs of blocks, kept results, and what autograd saves in
     blocks without a checkpoint. Not counted are parameters, buffers and the model's own inputs, what is kept outside
-    of the blocks (embeddings, logits, loss), and what one block makes again while it is recomputed
-    (`plan.transient_bytes`). `hs.measure_activations` shows all of it.
+    of the blocks (embeddings, logits, loss), copies of buffers that a block changes, and what one block makes again
+    while it is recomputed (`plan.transient_bytes`). `hs.measure_activations` shows all of it. Where values decide
+    which operators run or how large results are (some experts' layers), gradients are right, and bytes are those of
+    the forward that was measured.
 
     The handle that hs.checkpoint returns has the plan: `print(handle.plan)`. Only in eager mode: under torch.compile,
     torch.compile's own partitioner has a budget of that kind.

@@ -28,7 +28,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Front:
-    """Bytes rise, costs fall. `back` says how each pair was made."""
+    """Bytes rise (or stay), costs fall. `back` says how each pair was made."""
 
     bytes: Tensor
     cost: Tensor
@@ -40,7 +40,7 @@ def column(values: Sequence[int]) -> Tensor:
 
 
 def best(size: Tensor, price: Tensor, back: Tensor, capacity: int) -> Front:
-    """The pairs that no other beats and that fit, and the smallest, which says how much is needed."""
+    """The pairs that fit and that no smaller one beats, and the smallest, which says how much is needed."""
     fits = size <= capacity
     fits[size.argmin()] = True
     size, price, back = size[fits], price[fits], back[fits]
@@ -49,9 +49,6 @@ def best(size: Tensor, price: Tensor, back: Tensor, capacity: int) -> Front:
     better = torch.ones_like(order, dtype=torch.bool)
     better[1:] = falling[1:] < falling[:-1]
     order = order[better]
-    last = torch.ones_like(order, dtype=torch.bool)  # of several of one size, the cheapest came last
-    last[:-1] = size[order][1:] != size[order][:-1]
-    order = order[last]
     return Front(size[order], price[order], back[order])
 
 
