@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+import halfstep as hs
 from halfstep.activations import knapsack
 from halfstep.activations.byte_size import format_bytes, parse_bytes
 from halfstep.activations.knapsack import Call, Choice, Item
@@ -53,7 +54,8 @@ def drawn_chain(rng: random.Random) -> Model:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_chains_of_blocks_against_every_choice(seed):
+def test_chains_of_blocks_against_every_choice(seed, monkeypatch):
+    monkeypatch.setattr(knapsack, "CELLS", 16)  # so few that thinning would show; these lists are too short for it
     rng = random.Random(seed)
     calls, sizes = drawn_chain(rng)
     tries = tried(calls, sizes)
@@ -173,8 +175,9 @@ def test_modes_and_devices_of_the_caller_do_not_reach_the_solver():
 
     operator = Operator((torch.ops.aten.mm.default, 0), "mm", 100, 10, (1,), True)
     call = BlockCall("block", frozenset([0]), {0, 1}, [operator], 1)
-    with torch.device("meta"):
+    with torch.device("meta"), hs.measure_activations() as measured:
         plan = make_plan([call], [5, 7], 8, 1.0)
+    assert measured.peak == 0
     assert not isinstance(plan, int)
     assert (plan.bytes, plan.least, plan.most, plan.extra_flops, plan.extra_cost) == (5, 5, 12, 100, 110)
 

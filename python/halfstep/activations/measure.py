@@ -59,6 +59,8 @@ class measure_activations(TorchDispatchMode):  # noqa: N801 - used like a functi
         1.0 kB kept (float32), 1.0 kB at most
     """
 
+    supports_higher_order_operators = True  # flex_attention, and others that take functions
+
     def __init__(self) -> None:
         super().__init__()
         self.bytes = self.peak = 0
@@ -66,6 +68,11 @@ class measure_activations(TorchDispatchMode):  # noqa: N801 - used like a functi
         # A storage's Python object lives as long as its memory, whoever holds it.
         self._live: dict[weakref.ref[Any], tuple[int, torch.dtype, str]] = {}
         self._split: dict[tuple[torch.dtype, str], int] | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Functions that are compiled stay so inside the block (torch asks)."""
+        return True
 
     @property
     def by_dtype(self) -> dict[torch.dtype, int]:

@@ -81,6 +81,8 @@ class Storages:
 class Recording(TorchDispatchMode):
     """Around the forward of one block: fills a BlockCall."""
 
+    supports_higher_order_operators = True  # flex_attention, and others that take functions
+
     def __init__(self, name: str, block: nn.Module, inputs: Any, known: Storages) -> None:
         super().__init__()
         known.leave_out([*block.parameters(), *block.buffers()])  # FSDP gathers a block's parameters for its forward
