@@ -61,7 +61,8 @@ def test_a_budget_lies_between_and_is_kept(plain: Run) -> None:
 
 def test_offloaded_activations_come_back(plain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two places in the host's memory, with copies that end at random times."""
-    to_host = partial(hs.offload_activations, min_bytes=1, keep_last_bytes=0, transfers=HostTransfers(seed=0))
+    monkeypatch.setattr(memory, "MOVED_BYTES", 1)
+    to_host = partial(hs.offload_activations, transfers=HostTransfers(seed=0))
     monkeypatch.setattr(memory.hs, "offload_activations", to_host)
     for recompute in ("none", "layer"):
         ours = run(Memory(recompute, offload=True))

@@ -14,6 +14,9 @@ from torch import nn
 import halfstep as hs
 
 POLICIES = ("none", "layer", "selective")
+# Tensors from here on move to the host, and so many bytes of the last ones stay: these models are small, and with
+# halfstep's defaults nothing would move.
+MOVED_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Memory:
 
     def around_forward(self) -> AbstractContextManager:
         """To be entered for each forward."""
-        return hs.offload_activations() if self.offload else nullcontext()
+        return hs.offload_activations(MOVED_BYTES, keep_last_bytes=MOVED_BYTES) if self.offload else nullcontext()
 
 
 KEEP_ALL = Memory()
