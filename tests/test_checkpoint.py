@@ -155,9 +155,10 @@ def test_what_is_kept_may_be_written_over(policy: Any, layer: Any, bias: bool) -
         return nn.Conv1d(5, 5, 3, padding=1, bias=bias) if layer is nn.Conv1d else nn.Linear(WIDTH, WIDTH, bias=bias)
 
     torch.manual_seed(0)
-    model = nn.ModuleList(
-        nn.Sequential(product(), Halved(), nn.LeakyReLU(0.5, inplace=True), nn.Softplus(), product()) for _ in range(2)
-    )
+    model = nn.ModuleList()
+    for _ in range(2):
+        parts = [product(), Halved(), nn.LeakyReLU(0.5, inplace=True), nn.Softplus(), product(), Halved(), nn.Tanh()]
+        model.append(nn.Sequential(*parts, product()))
 
     def forward(x: Tensor) -> Tensor:
         for block in model:

@@ -147,7 +147,6 @@ class _Keep(TorchDispatchMode):
     def _saved(self, _: Tensor) -> None:
         self.saved_at = self.position
 
-    @untraced
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = op(*args, **kwargs)
@@ -195,7 +194,6 @@ class _Reuse(TorchDispatchMode):
         self.calls.clear()
         return super().__enter__()
 
-    @untraced
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if uncounted(op, args):
             return op(*args, **(kwargs or {}))
