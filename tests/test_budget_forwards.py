@@ -295,6 +295,43 @@ def test_nothing_waits_for_the_device():
     assert any(block.kept for block in handle.plan.blocks)
 
 
+class Counting(nn.Module):
+    """Changes buffers in its forward, has one that it does not change, and makes copies of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+        self.batch = nn.BatchNorm1d(12)
+        self.register_buffer("constant", torch.full((12, 16), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.batch(self.normed(x.clone().tanh()))
+        return x.transpose(1, 2).contiguous().exp().transpose(1, 2).clone() * self.constant
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, "everything"])
+def test_copies_of_changed_buffers_are_none_of_the_block_s_operators(step):
+    """They must not be taken for its own copies, nor kept: a recomputation writes into its copies, and may be the first
+    of several."""
+
+    def make() -> nn.Module:
+        return Chain([Counting() for _ in range(2)])
+
+    model, plain = made(make), made(make)
+    everything = step == "everything"
+    n = LOTS if everything else budgets_between(make, 4)[step]
+    hs.checkpoint(model, (lambda *_, **__: True) if everything else hs.ByteBudget(n))
+    for _ in range(2):
+        got = []
+        for m in (model, plain):
+            m.zero_grad()
+            loss = m(tokens_of())
+            for again in (True, True, False):
+                loss.backward(retain_graph=again)
+            got.append([p.grad for p in m.parameters()] + [b for b in m.buffers() if b.is_floating_point()])
+        assert same(*got)
+
+
 def test_copies_measure_anew_and_budgets_are_not_shared():
     policy = hs.ByteBudget("6kB", flops_per_byte=7)
     first, second = made(llama), made(llama)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..shards import is_sharded
+from . import kept
 
 # Of the modules of a block: which, and whether each is training, without which batch normalisation changes nothing.
 Modes = tuple[tuple[int, bool], ...]
@@ -73,7 +74,7 @@ class BlockState:
         for place in self._places:
             if changing.may_change(self._modes, place):
                 if id(place.tensor) not in copies:
-                    copies[id(place.tensor)] = place.tensor.detach().clone()
+                    copies[id(place.tensor)] = _copied(place.tensor)
                 place.copy = copies[id(place.tensor)]
 
     def after_forward(self) -> None:
@@ -110,7 +111,7 @@ class BlockState:
         """What the recomputation needs in a place; None if it is there."""
         if place.copy is not None:
             if id(place.copy) not in fresh:
-                fresh[id(place.copy)] = place.copy.clone()
+                fresh[id(place.copy)] = _copied(place.copy)
             return fresh[id(place.copy)]
         if _version(place.tensor) != place.version:
             kind = "buffer" if place.is_buffer else "parameter"
@@ -131,6 +132,11 @@ class BlockState:
         return place.key
 
 
+def _copied(buffer: Tensor) -> Tensor:
+    with kept.bookkeeping():
+        return buffer.detach().clone()
+
+
 def _gathered(now: Any, then: Tensor) -> bool:
     """Whether a sharded parameter was exchanged for the whole one, or such a one for a view of a new gathering: for its
     recomputation the wrapper of the block's inner modules has put the right one there."""
@@ -148,4 +154,5 @@ def _same_values(place: _Place) -> bool:
         return True
     if place.tensor.device.type == "meta" or type(place.tensor) not in (Tensor, nn.Parameter, nn.Buffer):
         return False
-    return torch.equal(place.tensor, place.copy)
+    with kept.bookkeeping():
+        return torch.equal(place.tensor, place.copy)

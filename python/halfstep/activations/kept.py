@@ -9,6 +9,7 @@ more than once; and results that no recomputation would get to are not kept.
 from __future__ import annotations
 
 import functools
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -215,11 +216,28 @@ def _key(op: Any, args: tuple[Any, ...]) -> Any:
 
 
 _CAST = torch.ops.aten._to_copy.default
+_thread = threading.local()
+
+
+@contextmanager
+def bookkeeping() -> Iterator[None]:
+    """What runs inside is no part of the block, though inside its contexts: it is not counted and never kept."""
+    before, _thread.bookkeeping = is_bookkeeping(), True
+    try:
+        yield
+    finally:
+        _thread.bookkeeping = before
+
+
+def is_bookkeeping() -> bool:
+    return getattr(_thread, "bookkeeping", False)
 
 
 def uncounted(op: Any, args: tuple[Any, ...]) -> bool:
     """Operators whose number may differ between a forward and its recomputation: those of the checkpoint itself, and
     autocast's casts of weights, of which it keeps a copy until its context ends."""
+    if is_bookkeeping():
+        return True
     if op is _CAST:
         return bool(args) and isinstance(args[0], Tensor) and args[0].requires_grad and args[0].is_leaf
     return op in SAC_IGNORED_OPS

@@ -117,8 +117,11 @@ class Recording(TorchDispatchMode):
             self.known.leave_out(tensor)
         self.call.saved |= self.known.numbers(tensor)
 
+    @kept.untraced
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if kept.is_bookkeeping():
+            return op(*args, **kwargs)
         self.known.leave_out([t for t in args if isinstance(t, nn.Parameter)])
         self.known.numbers((args, kwargs))  # what is new to us now is not made here
         result = op(*args, **kwargs)
