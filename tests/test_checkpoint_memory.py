@@ -188,3 +188,11 @@ def test_results_that_nothing_needs_are_not_kept() -> None:
     x = torch.randn(B, H)
     _, _, kept = counted(block, x)
     assert kept == (H * B + H * B + H * B) * ITEM, "two results, and the output"
+
+
+def test_views_are_not_kept(llama: Llama) -> None:
+    """A view that a policy asks for would keep the memory of all that it shows a part of."""
+    views = (torch.ops.aten.view.default, torch.ops.aten.transpose.int, torch.ops.aten.slice.Tensor)
+    hs.checkpoint(llama, lambda ctx, op, *args, **kwargs: op in views)
+    _, _, kept = counted(llama, torch.randn(B, S, H, requires_grad=True))
+    assert kept == LAYERS * SBH
