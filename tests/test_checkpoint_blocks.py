@@ -166,7 +166,10 @@ def test_what_is_no_policy(policy: Any) -> None:
         hs.checkpoint(stack(), policy)
 
 
-@pytest.mark.parametrize("said", ["MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"])
+OFFLOADS = [policy.name for policy in torch.utils.checkpoint.CheckpointPolicy if "OFFLOAD" in policy.name]
+
+
+@pytest.mark.parametrize("said", OFFLOADS)  # none in torch 2.10
 def test_an_offload_that_torch_would_recompute(said: str) -> None:
     model = stack()
     hs.checkpoint(model, lambda ctx, op, *args, **kwargs: torch.utils.checkpoint.CheckpointPolicy[said])

@@ -27,14 +27,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-# Private, as in torch's own selective checkpoint: an alias without a graph that shares the version counter.
-from torch.utils.checkpoint import _detach_helper as _alias
-
 # Compiled parts of a block call what is marked so. Private: torch.compiler.disable imports dynamo at once.
 untraced = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
 Decide = Callable[..., Any]
 _KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-_OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+# torch 2.10 has none of these two.
+_OFFLOAD = tuple(policy for policy in CheckpointPolicy if policy.name.endswith("_CPU_OFFLOAD"))
 
 
 def contexts(decide: Decide) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -254,6 +252,14 @@ def _gives_alias(op: Any) -> bool:
     """Whether the operator returns (a view of) one of its arguments."""
     schema = getattr(op, "_schema", None)
     return schema is not None and any(value.alias_info is not None for value in schema.returns)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory without a graph, which shares the version counter."""
+    # Private, as in torch's own selective checkpoint, whose helper has another name in each version: below this key
+    # detach() would make a counter of its own.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def _tensors(output: Any) -> list[Tensor]:
