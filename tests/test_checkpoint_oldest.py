@@ -1,5 +1,5 @@
-"""hs.checkpoint on the oldest torch: torch.utils.checkpoint of 2.10 has no policies that offload, and no such helper for
-aliases.
+"""hs.checkpoint on the oldest torch: torch.utils.checkpoint of 2.10 has no policies that offload, and no helper of that
+name for aliases.
 """
 
 from __future__ import annotations
