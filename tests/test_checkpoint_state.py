@@ -196,7 +196,8 @@ def test_a_parameter_written_between_forward_and_backward_is_refused(policy: str
         model.blocks[1].mlp[0].weight.mul_(2)
     message = re.escape(
         "the parameter 'mlp.0.weight' of a checkpointed Block was written to between its forward and its backward, so "
-        "its activations cannot be computed again as they were: run backward before optimizer.step() or whatever else"
+        "its activations cannot be computed again as they were: run backward before optimizer.step() or whatever else "
+        "writes to it (DistributedDataParallel writes to buffers before each forward, unless broadcast_buffers=False)"
     )
     with pytest.raises(RuntimeError, match=message):
         loss.backward()

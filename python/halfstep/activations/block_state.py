@@ -118,7 +118,8 @@ class BlockState:
             raise RuntimeError(
                 f"the {kind} {self._name(place)!r} of a checkpointed {type(self._module).__name__} was written to "
                 "between its forward and its backward, so its activations cannot be computed again as they were: run "
-                "backward before optimizer.step() or whatever else writes to it"
+                "backward before optimizer.step() or whatever else writes to it (DistributedDataParallel writes to "
+                "buffers before each forward, unless broadcast_buffers=False)"
             )
         there = place.holder.get(place.key)
         if there is place.tensor or (not place.is_buffer and _gathered(there, place.tensor)):
