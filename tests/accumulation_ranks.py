@@ -181,23 +181,27 @@ def fsdp_last_of_bfloat16(rank: int) -> Any:
     return sharded(rank, "last", torch.bfloat16)
 
 
-@check
-def fsdp_last_not_announced(rank: int) -> Any:
-    net = fully_shard(nn.Linear(4, 2), mesh=init_device_mesh("cpu", (2,)))
+def dropped(policy: MixedPrecisionPolicy) -> Any:
+    net = fully_shard(nn.Linear(4, 2), mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
     accumulator = hs.Accumulator(hs.AdamW(net.parameters()), 2, model=net, sync="last")
-    said = ""
-    for k in range(2):
-        accumulator.backward(net(torch.ones(2, 4)).mean(), tokens=2)
-        if k == 0:
-            try:
-                accumulator.step()
-            except RuntimeError as error:
-                said = str(error)
-            accumulator.reset()
-        else:
-            accumulator.backward(net(torch.zeros(2, 4)).mean(), tokens=6)
+    accumulator.backward(net(torch.ones(2, 4)).float().mean(), tokens=2)
+    assert not accumulator._sums.sums, "the gradients stay inside FSDP2 until the last micro-batch"
+    try:
+        accumulator.step()
+    except RuntimeError as error:
+        said = str(error)
+    accumulator.reset()
+    for x, tokens in ((torch.ones(2, 4), 2), (torch.zeros(2, 4), 6)):
+        accumulator.backward(net(x).float().mean(), tokens)
     accumulator.finish()
     return said, whole(net.weight.grad)
+
+
+@check
+def fsdp_last_not_announced(rank: int) -> Any:
+    """FSDP2 keeps sums in the parameter's gradient, or beside it where they have another dtype."""
+    policies = MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return [dropped(policy) for policy in policies]
 
 
 @check

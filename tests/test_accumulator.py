@@ -134,6 +134,24 @@ def test_a_micro_batch_of_no_valid_token_adds_exactly_nothing(masked: bool) -> N
         assert_same_bits(gradients(nets[1])[name], grad, name)
 
 
+def test_an_empty_micro_batch_is_silent_for_scalar_parameters() -> None:
+    """Their gradient is a product with the loss, which is NaN."""
+    weight, scale, shift = (nn.Parameter(torch.ones(shape)) for shape in ((4,), (), (1,)))
+    window = hs.Accumulator(hs.AdamW([weight, scale, shift]), 3)
+    for tokens in (0, 2, 0):
+        mean = (weight * torch.ones(4)).sum() / tokens if tokens else (weight * 0).sum() / torch.zeros(())
+        window.backward(mean * scale.exp() + shift * mean, tokens=tokens)
+    window.finish()
+    assert weight.grad.isfinite().all()
+    assert scale.grad.item() == pytest.approx(2 * torch.e)
+    assert shift.grad.tolist() == [2.0]
+    window.step()
+    leaf = hs.Accumulator(hs.AdamW([scale]), 1)
+    leaf.backward(scale, tokens=3)  # the loss is a parameter
+    leaf.finish()
+    assert scale.grad.item() == 1.0
+
+
 def test_what_silences_an_empty_micro_batch_is_gone_afterwards() -> None:
     """Also from a node that outlives its graph, as those that DistributedDataParallel holds do."""
     weight = nn.Parameter(torch.ones(4))

@@ -195,9 +195,9 @@ def test_dropout_is_the_same_in_every_pass() -> None:
 
 
 def test_bfloat16_layers_keep_their_variance_beside_a_large_mean() -> None:
-    norm, whole = nn.BatchNorm1d(WIDTH).to(BFLOAT16), nn.BatchNorm1d(WIDTH)
+    norm, whole = nn.BatchNorm1d(WIDTH, momentum=1.0).to(BFLOAT16), nn.BatchNorm1d(WIDTH, momentum=1.0)
     norms = hs.EffectiveBatchNorm(norm)
-    parts = [(x / 8 + 20).to(BFLOAT16) for x in data([40, 40])]
+    parts = [(x / 8 + 20.05 + 0.04 * i).to(BFLOAT16) for i, x in enumerate(data([40, 40, 40]))]
     for x in parts:
         norm(x)
     norms.update()

@@ -78,7 +78,7 @@ def _reductions(start: Any) -> tuple[list[str], list[float | None]]:
 def _divisor(node: Any, name: str) -> float | None:
     """The number of the program that a scalar was divided by, or whose inverse it was multiplied by."""
     other = getattr(node, "_saved_other", None)
-    if not isinstance(other, Tensor) or other.numel() != 1 or not devices.is_host(other.device):
+    if not isinstance(other, Tensor) or other.numel() != 1 or other.requires_grad or not devices.is_host(other.device):
         return None
     number = float(other)
     if name.startswith("Div"):
@@ -111,12 +111,14 @@ def silenced(loss: Tensor, none_valid: Tensor) -> Iterator[None]:
             handle.remove()
 
 
-def _first_behind_scalars(node: Any) -> list[Any]:
-    seen, found, waiting = {node}, [], [node]
+def _first_behind_scalars(start: Any) -> list[Any]:
+    """Nodes that compute no scalar, of which scalars were made; and where gradients of scalar parameters end."""
+    seen, found, waiting = {start}, [], [] if start is None else [start]
     while waiting and len(seen) < _MOST_NODES:
         for following, output in waiting.pop().next_functions:
             if following is None or following in seen:
                 continue
             seen.add(following)
-            (waiting if _is_scalar(following, output) else found).append(following)
+            goes_on = _is_scalar(following, output) and following.next_functions
+            (waiting if goes_on else found).append(following)
     return found + waiting
