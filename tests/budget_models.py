@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -149,5 +150,12 @@ def flops_of(model: nn.Module) -> int:
 
 
 def budgets_between(make: Callable[[], nn.Module], steps: int) -> list[int]:
+    """From the least that blocks can keep to all that they would."""
+    least, most = _extremes(make)
+    return [least + (most - least) * i // steps for i in range(steps + 1)]
+
+
+@cache
+def _extremes(make: Callable[[], nn.Module]) -> tuple[int, int]:
     plan = budgeted(make, LOTS)[1].plan
-    return [plan.least + (plan.most - plan.least) * i // steps for i in range(steps + 1)]
+    return plan.least, plan.most

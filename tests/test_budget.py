@@ -33,7 +33,7 @@ def test_bytes_flops_and_gradients_are_what_the_plan_says(make):
     plain = made(make)
     wanted, flops = gradients(plain), flops_of(plain)
     plain_bytes, costs, outside = bytes_of(plain), [], set()
-    for n in budgets_between(make, 5):
+    for n in budgets_between(make, 4):
         model, handle = budgeted(make, n)
         plan = handle.plan
         assert plan.bytes <= n

@@ -49,7 +49,7 @@ def measured(monkeypatch) -> list[str]:
 
 def test_inputs_that_are_no_larger_reuse_the_plan(measured):
     n = budgets_between(llama, 2)[1]
-    measured.clear()
+    measured.clear()  # of the forward that says what is least and most
     model, handle = budgeted(llama, n)
     assert measured == [f"blocks.{i}" for i in range(3)]
     plain = made(llama)
@@ -231,8 +231,8 @@ def test_several_forwards_before_backward_and_several_backwards():
     assert same(*got)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 3])
-def test_autocast_with_its_copies_of_weights(steps):
+@pytest.mark.parametrize("part", [0, 0.4, 1])
+def test_autocast_with_its_copies_of_weights(part):
     """Without a checkpoint autograd keeps the 16-bit copies of weights; a recomputation makes them again, even if there
     was none to make in the forward, because autocast remembered it."""
     model, plain = made(llama), made(llama)
@@ -248,8 +248,9 @@ def test_autocast_with_its_copies_of_weights(steps):
         model.zero_grad()
         return handle.plan
 
-    most, least = plan_for(LOTS).most, plan_for(LOTS).least
-    plan = plan_for(least + (most - least) * steps // 3)
+    all_of_it = plan_for(LOTS)
+    least, most = all_of_it.least, all_of_it.most
+    plan = plan_for(least + int((most - least) * part))
     (loss, size), (plain_loss, plain_size) = loss_of(model), loss_of(plain)
     assert plain_size - size == most - plan.bytes
     loss.backward()
@@ -309,7 +310,7 @@ class Counting(nn.Module):
         return x.transpose(1, 2).contiguous().exp().transpose(1, 2).clone() * self.constant
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 3, "everything"])
+@pytest.mark.parametrize("step", [0, 2, "everything"])
 def test_copies_of_changed_buffers_are_none_of_the_block_s_operators(step):
     """They must not be taken for its own copies, nor kept: a recomputation writes into its copies, and may be the first
     of several."""
