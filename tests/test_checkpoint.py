@@ -66,66 +66,6 @@ def test_tied_and_frozen_weights_and_a_block_used_twice(policy: Any) -> None:
     assert_same_run(run(model, x), plain)
 
 
-class Wide(nn.Module):
-    """A block with arguments and results of every kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor, pair: tuple[Tensor, Tensor], *, factor: float, debug: Any, early_stop: Tensor):
-        cos, sin = pair
-        hidden = self.scale(hidden) * cos + sin * factor
-        assert debug is None
-        return {"hidden": hidden, "more": [self.shift(hidden).tanh(), early_stop, None]}
-
-
-def test_arguments_and_results_of_every_kind(policy: Any) -> None:
-    """Also keywords that torch.utils.checkpoint would take for its own."""
-    torch.manual_seed(0)
-    model = nn.ModuleList([Wide(), Wide()])
-    pair = (torch.randn(WIDTH, requires_grad=True), torch.randn(WIDTH))
-
-    def forward(x: Tensor) -> Any:
-        for wide in model:
-            out = wide(x, pair, factor=0.5, debug=None, early_stop=x)
-            x = out["hidden"] + out["more"][1]
-        return out
-
-    def gradients() -> dict[str, Tensor]:
-        pair[0].grad = None
-        found = run(model, inputs(), forward)
-        return {**found, "cos": pair[0].grad}
-
-    plain = gradients()
-    hs.checkpoint(model, policy)
-    assert_same_run(gradients(), plain)
-
-
-def test_backward_again_and_in_parts(policy: Any) -> None:
-    """retain_graph; and two losses of one block, each with a backward of its own."""
-    torch.manual_seed(0)
-    model = nn.ModuleList([Wide(), Wide()])
-
-    def gradients() -> list[Tensor]:
-        x = inputs()
-        out = x
-        for wide in model:
-            results = wide(out, (x, x), factor=1.0, debug=None, early_stop=x)
-            out = results["hidden"]
-        wanted = [x, *model.parameters()]
-        first, again = (
-            torch.autograd.grad(out.square().sum(), wanted, retain_graph=True, materialize_grads=True) for _ in range(2)
-        )
-        other = torch.autograd.grad(results["more"][0].square().sum(), wanted, materialize_grads=True)
-        return [*first, *again, *other]
-
-    plain = gradients()
-    hs.checkpoint(model, policy)
-    for got, expected in zip(gradients(), plain, strict=True):
-        assert torch.equal(got, expected)
-
-
 def test_nothing_is_recomputed_without_gradients(policy: Any) -> None:
     model, x = stack(), inputs()
     hs.checkpoint(model, policy)

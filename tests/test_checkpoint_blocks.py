@@ -84,6 +84,7 @@ def test_a_choice() -> None:
     assert found(model, blocks=(Block, nn.Linear)) == ("blocks.0", "blocks.1", "head"), "the outermost ones"
     assert found(model, blocks=lambda name, module: name.endswith("mlp")) == ("blocks.0.mlp", "blocks.1.mlp")
     assert found(model, blocks=[model.blocks[1], model.blocks[0].mlp]) == ("blocks.0.mlp", "blocks.1")
+    assert found(model, blocks=model.blocks) == ("blocks.0", "blocks.1"), "a ModuleList is a list of modules"
     assert found(model, blocks=[model, model.head]) == ("",), "the model itself, as one block"
     assert found(model, blocks=Stack) == ("",)
 
@@ -156,7 +157,7 @@ def test_a_scripted_block() -> None:
         hs.checkpoint(scripted, blocks=torch.jit.ScriptModule)
 
 
-@pytest.mark.parametrize("policy", ["layers", 3, nn.Linear, nn.Linear(1, 1), torch.zeros(1)], ids=str)
+@pytest.mark.parametrize("policy", ["layers", 3, nn.Linear, nn.Linear(1, 1), torch.zeros(1), hs.ByteBudget], ids=str)
 def test_what_is_no_policy(policy: Any) -> None:
     message = (
         'policy must be "layer", "selective", a ByteBudget, a function (ctx, op, *args, **kwargs) that returns a '

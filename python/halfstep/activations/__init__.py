@@ -40,7 +40,7 @@ def checkpoint(model: nn.Module, policy: Any = "layer", *, blocks: Blocks = None
             None: the model is as before.
         blocks: which modules are the blocks. None: the layers of transformers' models; otherwise the children of a
             ModuleList, ModuleDict or Sequential that repeats a class with parameters. Or a class, a tuple of classes,
-            a list of modules, a function (name, module) -> bool. Of nested ones the outermost is taken.
+            a list of modules or a ModuleList, a function (name, module) -> bool. Of nested ones the outermost is taken.
 
     Returns:
         A handle: `.blocks` (names), `.plan` (of a ByteBudget), `.remove()`.

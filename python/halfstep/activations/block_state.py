@@ -1,8 +1,9 @@
-"""The parameters and buffers with which a block's forward ran, so that its recomputation runs with the same.
+"""The parameters, buffers and modes with which a block's forward ran, so that its recomputation runs with the same.
 
 A recomputation happens in backward. By then batch normalisation has counted the batch, a spectral norm has moved its
-vectors, torch.func.functional_call has put the module's own parameters back. So buffers that the forward changes are
-copied before it; a recomputation gets fresh copies of these copies, and what it makes of them is thrown away.
+vectors, torch.func.functional_call has put the module's own parameters back, somebody may have called eval(). So
+buffers that the forward changes are copied before it; a recomputation gets fresh copies of these copies, and what it
+makes of them is thrown away.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class BlockState:
     def __init__(self, module: nn.Module, changing: Changing):
         self._module, self._changing = module, changing
         modules = list(module.modules())
-        self._modes = tuple(
-            (id(part), part.training) for part in modules
-        )  # batch normalisation changes its buffers in one of them
+        self._training = [(part, part.training) for part in modules]
+        # Batch normalisation changes its buffers in one of them
+        self._modes = tuple((id(part), training) for part, training in self._training)
         self._places = [
             _Place(holder, key, tensor, _version(tensor), is_buffer)
             for part in modules
@@ -96,7 +97,10 @@ class BlockState:
         """The block has what its forward had; afterwards what it has now."""
         now: list[tuple[_Place, Any]] = []
         fresh: dict[int, Tensor] = {}
+        switched = [(part, training) for part, training in self._training if part.training is not training]
         try:
+            for part, training in switched:
+                part.training = training
             for place in self._places:
                 then = self._then(place, fresh)
                 if then is not None:
@@ -104,6 +108,8 @@ class BlockState:
                     place.holder[place.key] = then
             yield
         finally:
+            for part, training in switched:
+                part.training = not training
             for place, tensor in now:
                 place.holder[place.key] = tensor
 

@@ -11,7 +11,8 @@ from torch.nn.modules import transformer as torch_transformer
 
 from .transformers_layers import is_known_layer
 
-Blocks = Callable[[str, nn.Module], bool] | type[nn.Module] | tuple[type[nn.Module], ...] | list[nn.Module] | None
+Chosen = type[nn.Module] | tuple[type[nn.Module], ...] | list[nn.Module] | nn.ModuleList
+Blocks = Callable[[str, nn.Module], bool] | Chosen | None
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -41,8 +42,8 @@ def find_blocks(model: nn.Module, blocks: Blocks = None) -> dict[str, nn.Module]
 
 
 def _chosen(model: nn.Module, blocks: Any) -> dict[str, nn.Module]:
-    if isinstance(blocks, list):
-        return _outermost(model, _one_of(model, blocks))
+    if isinstance(blocks, (list, nn.ModuleList)):
+        return _outermost(model, _one_of(model, list(blocks)))
     if isinstance(blocks, (type, tuple)):
         classes: tuple[Any, ...] = blocks if isinstance(blocks, tuple) else (blocks,)
         if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):

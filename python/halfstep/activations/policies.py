@@ -135,7 +135,7 @@ def resolve(policy: Any) -> Policy:
         return KeepInputs()
     if policy == "selective":
         return KeepResults(keep_products)
-    if isinstance(policy, Policy):
+    if isinstance(policy, Policy) and not isinstance(policy, type):  # ByteBudget itself has all that one has
         return policy
     if callable(policy) and not isinstance(policy, (type, nn.Module, torch.Tensor)):
         return KeepResults(policy)

@@ -131,15 +131,23 @@ class Recomputed:
 
 def _checkpointed(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any], context_fn: ContextFn) -> Any:
     """Hands every tensor among the arguments, however nested, to torch's checkpoint as an argument of its own: it is
-    saved as autograd saves, so that a later write is noticed and hooks around the block see it."""
+    saved as autograd saves, so that a later write is noticed and hooks around the block see it.
+
+    The forward gets the caller's own lists and dicts, into which it may write; recomputations get new ones each, with
+    what these held before the forward."""
     leaves, spec = tree_flatten((args, kwargs))
     # Tensors of inference_mode cannot be saved.
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and not leaf.is_inference()]
     tensors = [leaves[i] for i in where]
     for i in where:
         leaves[i] = None
+    callers = [(args, kwargs)]  # until the forward, so that it keeps no tensor alive
+    del args, kwargs
 
     def run(*tensors: Tensor) -> Any:
+        if callers:
+            args, kwargs = callers.pop()
+            return call(*args, **kwargs)
         given = list(leaves)
         for i, tensor in zip(where, tensors, strict=True):
             given[i] = tensor
