@@ -238,6 +238,30 @@ def two_groups(rank: int) -> Any:
 
 
 @check
+def inside_ddp(rank: int) -> Any:
+    net = nn.Linear(4, 2)
+    wrapped = DistributedDataParallel(net)
+    hs.Accumulator(hs.AdamW(wrapped.parameters()), 2, model=net)
+
+
+@check
+def one_of_two_ddp(rank: int) -> Any:
+    nets = [DistributedDataParallel(nn.Linear(4, 2)) for _ in range(2)]
+    hs.Accumulator(hs.AdamW([p for net in nets for p in net.parameters()]), 2, model=nets[0])
+
+
+@check
+def wrapped_again(rank: int) -> Any:
+    """The first wrapper is dropped, in a cycle, and has no say."""
+    net = nn.Linear(4, 2)
+    first = DistributedDataParallel(net)
+    first.itself = [first]
+    del first
+    hs.Accumulator(hs.AdamW(net.parameters()), 2, model=DistributedDataParallel(net))
+    return True
+
+
+@check
 def no_group(rank: int) -> Any:
     hs.Accumulator(hs.AdamW([nn.Parameter(torch.ones(2))]), 2)
 

@@ -100,6 +100,8 @@ def test_ddp_hands_out_buffers_once_a_window_and_syncs_again_afterwards(ranks_fo
         ("fsdp_without_a_model", "is a DTensor; pass the model that fully_shard() was called on as model="),
         ("two_wrappers", "model has DistributedDataParallel and FSDP2 modules; use one of them"),
         ("two_groups", "gradients would be summed over two process groups"),
+        ("inside_ddp", "a DistributedDataParallel module that is not in model= averages gradients of this optimizer's"),
+        ("one_of_two_ddp", "Pass that module itself as model=, or what contains it; not the module inside"),
         ("no_group", "torch.distributed runs 2 ranks, and the accumulator cannot see which of them share the batch"),
         ("nothing_on_any_rank", "step() with no gradient accumulated"),
     ],
@@ -107,6 +109,10 @@ def test_ddp_hands_out_buffers_once_a_window_and_syncs_again_afterwards(ranks_fo
 def test_what_is_refused(name: str, message: str, ranks_found: Any) -> None:
     for rank in ranks_found:
         assert message in rank[name]
+
+
+def test_a_wrapper_that_was_dropped_has_no_say(ranks_found: Any) -> None:
+    assert [rank["wrapped_again"] for rank in ranks_found] == [True, True]
 
 
 def test_a_window_that_fsdp_has_not_reduced_can_be_dropped(ranks_found: Any) -> None:

@@ -5,6 +5,7 @@ The one place of the accumulator that knows process groups, DistributedDataParal
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -245,7 +246,23 @@ def ranks_of(
             "share the batch. Pass model= (the DistributedDataParallel or FSDP2 model, or a plain one that only this "
             "rank trains), or process_group= to sum over its ranks"
         )
+    if not alone and _averaged_outside(replicas, params):
+        gc.collect()  # it may be one that was wrapped before and dropped
+        if _averaged_outside(replicas, params):
+            raise ValueError(
+                "a DistributedDataParallel module that is not in model= averages gradients of this optimizer's "
+                "parameters in every backward pass, so they would be weighted wrongly and differ between ranks. Pass "
+                "that module itself as model=, or what contains it; not the module inside"
+            )
     (group,) = groups.values() or (None,)
     ranks = OneRank() if group is None else Replicated(replicas, group)
     ranks.check(params)
     return ranks
+
+
+def _averaged_outside(replicas: Sequence[DistributedDataParallel], params: Sequence[Tensor]) -> bool:
+    """Whether a DistributedDataParallel that is none of these has one of the parameters. It leaves no mark on them, so
+    that all objects are looked through: some 50 ms, once."""
+    known, wanted = {id(replica) for replica in replicas}, {id(p) for p in params}
+    others = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel) and id(o) not in known]
+    return any(id(p) in wanted for other in others if "_modules" in vars(other) for p in other.parameters())
