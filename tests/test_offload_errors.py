@@ -15,14 +15,30 @@ from halfstep.ops import devices
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("value", [-1, 0, 1.5, True, "1 MiB", None])
-@pytest.mark.parametrize("name", ["min_bytes", "keep_last_bytes", "prefetch_bytes", "in_flight_bytes"])
-def test_numbers_of_bytes(name: str, value: Any) -> None:
+SIZES = ["min_bytes", "keep_last_bytes", "prefetch_bytes", "in_flight_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(-1, ValueError), (0, ValueError), (1.5, ValueError), ("1 megabyte", ValueError), (True, TypeError),
+     (None, TypeError), (nn.Linear(1, 1), TypeError)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("name", SIZES)
+def test_numbers_of_bytes(name: str, value: Any, error: type[Exception]) -> None:
     if value == 0 and value is not False and name != "min_bytes":
         hs.offload_activations(**{name: value})
         return
-    with pytest.raises(ValueError, match=rf"{name} must be a whole number of bytes, \d or more, got .*2\*\*20"):
+    got = "Linear" if isinstance(value, nn.Module) else repr(value)
+    with pytest.raises(error, match=rf'{name} must be a number of bytes, at least [01], .*"1.5GiB".*; got {got}'):
         hs.offload_activations(**{name: value})
+
+
+def test_numbers_of_bytes_with_units() -> None:
+    context = hs.offload_activations("2kB", keep_last_bytes="0B", prefetch_bytes="1.5KiB", in_flight_bytes="1 MB")
+    assert context._min_bytes == 2000
+    limits = context._limits
+    assert (limits.keep_last, limits.prefetch, limits.in_flight) == (0, 1536, 1_000_000)
 
 
 def test_entered_twice() -> None:

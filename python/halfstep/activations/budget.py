@@ -49,7 +49,8 @@ class ByteBudget:
     the forward that was measured.
 
     The handle that hs.checkpoint returns has the plan: `print(handle.plan)`. Only in eager mode: under torch.compile,
-    torch.compile's own partitioner has a budget of that kind.
+    torch.compile's own partitioner has a budget of that kind. Not for a model whose forward is inside another
+    torch.utils.checkpoint(use_reentrant=False), which ends in its error about recomputed values after each measuring.
 
     Args:
         n: bytes; an integer, or a string with a unit: "512MB" (10^6), "1.5GiB" (2^30).

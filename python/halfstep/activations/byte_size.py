@@ -6,6 +6,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from torch import nn
+
 UNITS = {
     "B": 1,
     **{f"{letter}B": 1000**power for power, letter in enumerate(("k", "M", "G", "T"), 1)},
@@ -15,12 +17,13 @@ UNITS = {
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*")
 
 
-def parse_bytes(value: Any, name: str) -> int:
-    """`value` as a whole number of bytes, at least 1: an integer, or a string with a unit of UNITS (kB is 1000 bytes,
-    KiB 1024). `name` is what errors call it."""
-    wanted = f'{name} must be a number of bytes, at least 1, such as 512_000_000, "512MB" or "1.5GiB"'
+def parse_bytes(value: Any, name: str, *, least: int = 1) -> int:
+    """`value` as a whole number of bytes, at least `least`: an integer, or a string with a unit of UNITS (kB is 1000
+    bytes, KiB 1024). `name` is what errors call it."""
+    wanted = f'{name} must be a number of bytes, at least {least}, such as 512_000_000, "512MB" or "1.5GiB"'
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise TypeError(f"{wanted}; got {value!r}")
+        got = type(value).__name__ if isinstance(value, nn.Module) else repr(value)  # a model's repr is pages long
+        raise TypeError(f"{wanted}; got {got}")
     if isinstance(value, str):
         written = _WRITTEN.fullmatch(value)
         if written is None or written[2] not in UNITS:
@@ -32,7 +35,7 @@ def parse_bytes(value: Any, name: str) -> int:
         size = Fraction(value)
     if size.denominator != 1:
         raise ValueError(f"{wanted}; got {value!r}, which is no whole number of bytes")
-    if size < 1:
+    if size < least:
         raise ValueError(f"{wanted}; got {value!r}")
     return int(size)
 

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from ..ops import devices
 from ..transfers import Transfers, transfers_of
+from .byte_size import parse_bytes
 from .recompute import inside_block
 from .saved import Moves, Stays, refuse_capture
 from .tape import Counts, Limits, Tape
@@ -22,11 +23,11 @@ _SHARE = 16  # of its storage that a tensor must reach over to take it along
 
 
 def offload_activations(
-    min_bytes: int = MIB,
+    min_bytes: int | str = MIB,
     *,
-    keep_last_bytes: int = 256 * MIB,
-    prefetch_bytes: int = 256 * MIB,
-    in_flight_bytes: int = 512 * MIB,
+    keep_last_bytes: int | str = 256 * MIB,
+    prefetch_bytes: int | str = 256 * MIB,
+    in_flight_bytes: int | str = 512 * MIB,
     transfers: Transfers | None = None,
 ) -> ActivationOffload:
     """Keeps what autograd saves inside on the host until backward needs it. A context manager around forward.
@@ -49,7 +50,7 @@ def offload_activations(
     saved_tensors_hooks, the innermost has its way. Hooks belong to the thread that enters the context: forward passes
     in others (DataParallel) are not seen. Compiled models work inside; a context in a compiled function ends its graph.
 
-    Args:
+    Args (bytes are integers, or strings with a unit: "64MB", "1.5GiB"):
         min_bytes: of a storage, from which on it moves; 1 or more.
         keep_last_bytes: what was saved last is needed first: so much of it stays on the device. 0 or more.
         prefetch_bytes: in backward copies are begun so far ahead. 0: when an operator asks.
@@ -63,7 +64,7 @@ def offload_activations(
         `peak_in_flight_bytes`, `stayed` (how many tensors stayed, by reason); all are in its str().
 
     Raises:
-        ValueError: a number of bytes that is none.
+        TypeError, ValueError: a number of bytes that is none.
         RuntimeError: it is entered twice at once or inside a block of `checkpoint`; a CUDA graph is captured; in
             backward, a saved tensor was written in place meanwhile (as torch raises; writes through `.data` are not
             seen, as ever).
@@ -89,17 +90,17 @@ class ActivationOffload(ContextDecorator):
 
     def __init__(
         self,
-        min_bytes: int,
-        keep_last_bytes: int,
-        prefetch_bytes: int,
-        in_flight_bytes: int,
+        min_bytes: int | str,
+        keep_last_bytes: int | str,
+        prefetch_bytes: int | str,
+        in_flight_bytes: int | str,
         transfers: Transfers | None,
     ) -> None:
-        self._min_bytes = _checked("min_bytes", min_bytes, least=1)
+        self._min_bytes = parse_bytes(min_bytes, "min_bytes")
         self._limits = Limits(
-            keep_last=_checked("keep_last_bytes", keep_last_bytes, least=0),
-            prefetch=_checked("prefetch_bytes", prefetch_bytes, least=0),
-            in_flight=_checked("in_flight_bytes", in_flight_bytes, least=0),
+            keep_last=parse_bytes(keep_last_bytes, "keep_last_bytes", least=0),
+            prefetch=parse_bytes(prefetch_bytes, "prefetch_bytes", least=0),
+            in_flight=parse_bytes(in_flight_bytes, "in_flight_bytes", least=0),
         )
         self._transfers = transfers
         self._counts: defaultdict[torch.device, Counts] = defaultdict(Counts)
@@ -233,11 +234,3 @@ def _reach(tensor: Tensor) -> int:
 
 def _unpack(saved: Stays | Moves) -> Tensor:
     return saved.restored()
-
-
-def _checked(name: str, value: int, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(
-            f"{name} must be a whole number of bytes, {least} or more, got {value!r}; for example {name}=2**20"
-        )
-    return value
