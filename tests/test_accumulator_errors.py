@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accumulation import batches, model, run, token_loss
@@ -97,6 +99,7 @@ UNDECIDED: dict[str, tuple[str, Callable[[], Tensor]]] = {
     "a sum and something else": ("sum", lambda: F.cross_entropy(LOGITS, LABELS, reduction="sum") + LOGITS.sum().tanh()),
     "a mean and a share of another": ("mean", lambda: F.cross_entropy(LOGITS, LABELS) + 0.5 * LOGITS.abs().mean()),
     "divided by something else": ("mean", lambda: F.cross_entropy(LOGITS, LABELS) / 3),
+    "half a mean, in two steps": ("mean", lambda: 0.5 * F.mse_loss(LOGITS, LOGITS.detach() + 1)),
     "label smoothing": ("mean", lambda: F.cross_entropy(LOGITS, LABELS, label_smoothing=0.1)),
 }  # fmt: skip
 
@@ -124,11 +127,53 @@ def test_a_loss_whose_graph_shows_nothing_wrong(case: str) -> None:
     window.reset()
 
 
-@pytest.mark.parametrize("divide", [lambda loss: loss / 8, lambda loss: loss * (1 / 8)], ids=["/", "*"])
-def test_a_mean_that_was_divided_by_the_number_of_micro_batches(divide: Callable[[Tensor], Tensor]) -> None:
+def test_a_mean_that_was_divided_by_the_number_of_micro_batches() -> None:
     net, window = one(steps=8)
     with pytest.raises(ValueError, match="the loss is a mean divided by 8, the number of micro-batches"):
-        window.backward(divide(token_loss(net, batches([3])[0])), tokens=3)
+        window.backward(token_loss(net, batches([3])[0]) / 8, tokens=3)
+
+
+@pytest.mark.parametrize("scaler", [hs.LossScaler, partial(torch.amp.GradScaler, "cpu")], ids=["ours", "torch"])
+def test_a_loss_that_was_scaled_already(scaler: Callable[..., Any]) -> None:
+    made = scaler(init_scale=8.0)
+    net = model(torch.float32)
+    window = hs.Accumulator(hs.AdamW(net.parameters()), 2, scaler=made)
+    for _ in range(2):
+        loss = token_loss(net, batches([3])[0])
+        with pytest.raises(ValueError, match=r"the loss was scaled already, by scaler.scale\(\)"):
+            window.backward(made.scale(loss).reshape(1), tokens=3)
+        window.backward(8.0 * loss, tokens=3)
+
+
+def test_gradients_that_were_cleared_before_the_step() -> None:
+    net, window = one(steps=1)
+    run(window, net, batches([3]))
+    window.finish()
+    window.optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"every gradient was cleared between finish\(\) and step\(\)"):
+        window.step()
+    window.reset()
+    run(window, net, batches([3]))
+    window.step()
+
+
+def test_a_parameter_that_left_the_optimizer_is_left_clean() -> None:
+    net = model(torch.bfloat16)
+    window = hs.Accumulator(hs.AdamW(net.parameters()), 1)
+    run(window, net, batches([3]))
+    window.finish()
+    left = window.optimizer.param_groups[0]["params"].pop()
+    assert left.grad is not None
+    window.reset()
+    assert left.grad is None
+    assert left.grad_dtype == torch.bfloat16
+
+
+def test_tokens_of_numpy() -> None:
+    net, window = one()
+    window.backward(token_loss(net, batches([3])[0]), tokens=np.int64(3))
+    window.finish()
+    assert window.tokens.item() == 3
 
 
 def test_a_window_that_is_full() -> None:

@@ -37,10 +37,17 @@ class Accumulator:
         if accumulator.pending:                                     # a last, shorter window
             accumulator.step()
 
-    Do not divide the loss by `steps`, do not call loss.backward(), no_sync(), optimizer.step() or zero_grad(). Micro-
-    batches may have any number of valid tokens; one without any adds exactly nothing, even if its mean is NaN. If a
-    whole window has none, gradients and loss are 0, and the step is made with them. Nothing waits for the device, but
-    for what LossScaler and GradScaler wait for, and ranks on which a parameter had no gradient (below).
+    Do not divide the loss by `steps`, do not call loss.backward(), no_sync(), optimizer.step() or zero_grad(). Count
+    the tokens that the loss counts: where a causal model shifts the labels, (labels[:, 1:] != -100).sum(). Gradients
+    are there after finish() alone, so a clip before it clips nothing: use the optimizer's max_grad_norm, or
+
+        accumulator.finish()                                        # scaler.unscale_(optimizer), if there is a scaler
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        accumulator.step()
+
+    Micro-batches may have any number of valid tokens; one without any adds exactly nothing, even if its mean is NaN.
+    If a whole window has none, gradients and loss are 0, and the step is made with them. Nothing waits for the device,
+    but for what LossScaler and GradScaler wait for, and ranks on which a parameter had no gradient (below).
 
     16-bit gradients are added to float32 sums in one kernel for all parameters: 4 bytes for each 16-bit parameter from
     the first micro-batch of a window to its end, 10 bytes moved for each in a micro-batch, 8 for each parameter at the
@@ -182,6 +189,7 @@ class Accumulator:
         check_loss(loss)
         count = token_count(tokens, loss.device)
         check_reduction(loss, self.reduction, self.steps)
+        self._scale.check_unscaled(loss)
         self._sums.check_untouched()
         self._ranks.check(self._sums.trainable())
         self._weights.expect(count, self._ranks.largest)
@@ -233,6 +241,7 @@ class Accumulator:
         """
         if not self._stage.finished:
             self.finish()
+        self._sums.check_given()
         self._stage.stepping = True
         try:
             if self.scaler is None:

@@ -142,8 +142,11 @@ class EffectiveBatchNorm:
         Cost: `sweeps` forward passes more. Inside, a layer's forward pass saves its input, as always, and has temporary
         tensors of its size in float32.
 
+        Every micro-batch needs more than one value a channel, as in torch: the means that are taken over it would else
+        be the values themselves, and their gradients 0.
+
         Raises TypeError for an iterator, which a sweep would exhaust; ValueError for sweeps < 1 or no micro-batch
-        (unless other ranks have some).
+        (unless other ranks have some), and torch's for micro-batches of one value a channel.
         """
         training = [one for one in self._forwards if one.layer().training]
         sweeps = len(training) if sweeps is None else sweeps

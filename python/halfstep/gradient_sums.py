@@ -118,6 +118,14 @@ class GradientSums:
         for place in _by_device(rounded):
             cast_([local(grad) for grad, _ in place], [local(total) for _, total in place])
 
+    def check_given(self) -> None:
+        """RuntimeError if somebody took all gradients away again."""
+        if self.sums and all(p.grad is None for p in self.sums):
+            raise RuntimeError(
+                "every gradient was cleared between finish() and step(), so the window would be lost; do not call "
+                "zero_grad(), or call reset() to drop the window"
+            )
+
     def clear(self) -> None:
         """As before the first micro-batch; gradients are freed."""
         for p in self._parameters():

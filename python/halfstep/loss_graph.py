@@ -37,7 +37,21 @@ def check_reduction(loss: Tensor, reduction: str, steps: int) -> None:
     if found == ["mean"] and reduction == "mean" and steps > 1 and divided == [float(steps)]:
         raise ValueError(
             f"the loss is a mean divided by {steps}, the number of micro-batches, as loops do that add gradients up "
-            "themselves; the accumulator weighs micro-batches by their tokens. Pass the mean as it is"
+            "themselves; the accumulator weighs micro-batches by their tokens. Pass the mean as it is (if the divisor "
+            f"belongs to the loss, multiply by {1 / steps:g} instead)"
+        )
+
+
+def check_unscaled(loss: Tensor, scale: Tensor) -> None:
+    """ValueError if the graph shows that the loss was multiplied by the tensor that holds the scaler's scale."""
+    node = loss.grad_fn
+    while node is not None and node.name().startswith(_HANDING_ON) and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    other = getattr(node, "_saved_other", None)
+    if isinstance(other, Tensor) and node.name().startswith("Mul") and other.data_ptr() == scale.data_ptr():
+        raise ValueError(
+            "the loss was scaled already, by scaler.scale(); the accumulator, which has the scaler, does that. Pass "
+            "the loss as it is"
         )
 
 
@@ -76,14 +90,11 @@ def _reductions(start: Any) -> tuple[list[str], list[float | None]]:
 
 
 def _divisor(node: Any, name: str) -> float | None:
-    """The number of the program that a scalar was divided by, or whose inverse it was multiplied by."""
+    """The number of the program that a scalar was divided by. Factors of 1/2 and the like often belong to a loss."""
     other = getattr(node, "_saved_other", None)
     if not isinstance(other, Tensor) or other.numel() != 1 or other.requires_grad or not devices.is_host(other.device):
         return None
-    number = float(other)
-    if name.startswith("Div"):
-        return number
-    return round(1 / number, 6) if number else None
+    return float(other) if name.startswith("Div") else None
 
 
 def _is_scalar(node: Any, output: int) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .loss_graph import check_unscaled
+from .loss_scale import LossScale
 from .ops import devices
 
 _COUNTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -100,6 +103,13 @@ class WindowScale:
             self._scale = self._now(loss.device)
         return loss * self._scale.to(loss.device)
 
+    def check_unscaled(self, loss: Tensor) -> None:
+        """ValueError if the loss comes from the scaler's scale()."""
+        held = getattr(self._scaler, "_scale", None)  # torch's GradScaler has the tensor there, or None before scale()
+        scale = held.tensor(loss.device) if isinstance(held, LossScale) else held
+        if isinstance(scale, Tensor):
+            check_unscaled(loss, scale)
+
     def correction(self, device: torch.device) -> Tensor | float:
         """What makes the window's sums carry the scale that the scaler is going to undo."""
         if self._scale is None:
@@ -138,10 +148,15 @@ def token_count(tokens: int | Tensor, device: torch.device) -> Tensor:
         if not devices.is_host(tokens.device):
             return tokens.to(device, torch.float64)
         tokens = int(tokens)
-    if isinstance(tokens, bool) or not isinstance(tokens, int):
+    try:
+        whole = None if isinstance(tokens, bool) else operator.index(tokens)  # NumPy's integers too
+    except TypeError:
+        whole = None
+    if whole is None:
         raise TypeError(
             f"tokens={tokens!r}: expected an integer, the number of valid tokens; 1 weighs micro-batches equally"
         )
+    tokens = whole
     if tokens < 0:
         raise ValueError(f"tokens={tokens}: expected the number of valid tokens, 0 or more")
     return torch.full((), tokens, dtype=torch.float64, device=device)
