@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep as hs
+from halfstep import gradient_sync
 
 # Micro-batches of each rank: different counts, one without a valid token, and a second, shorter window.
 WINDOWS = {0: [[3, 40, 0], [5]], 1: [[17, 1, 30], [2]]}
@@ -104,6 +105,26 @@ def a_parameter_that_one_rank_uses(rank: int) -> Any:
     accumulator.backward((first if rank else first * second).mean(), tokens=1 + 2 * rank)
     accumulator.finish()
     return first.grad, second.grad
+
+
+@check
+def sums_in_buckets(rank: int) -> Any:
+    """Of tensors smaller and larger than a bucket, one of them not contiguous."""
+    before, gradient_sync._BUCKET_BYTES = gradient_sync._BUCKET_BYTES, 64
+    tensors = [torch.full((n,), float(n + rank)) for n in (1, 7, 16, 40, 3, 12)]
+    tensors += [(torch.arange(40.0).view(5, 8) + rank).t(), torch.full((9,), 1.0 + rank, dtype=torch.float64)]
+    gradient_sync._all_reduce(tensors, dist.group.WORLD)
+    gradient_sync._BUCKET_BYTES = before
+    return tensors
+
+
+@check
+def fsdp_syncs_again(rank: int) -> Any:
+    net = fully_shard(nn.Linear(4, 2))
+    accumulator = hs.Accumulator(hs.AdamW(net.parameters()), 2, model=net, sync="last")
+    del accumulator
+    net(torch.ones(1, 4)).sum().backward()
+    return net.weight.grad is not None
 
 
 @check

@@ -78,6 +78,18 @@ def test_a_parameter_that_one_rank_uses(ranks_found: Any) -> None:
         assert (first.tolist(), second.tolist()) == ([0.5, 0.5], [0.125, 0.125])
 
 
+def test_sums_are_those_of_all_tensors_whatever_their_size(ranks_found: Any) -> None:
+    for rank in ranks_found:
+        *flat, matrix, wide = rank["sums_in_buckets"]
+        assert [t.tolist() for t in flat] == [[2.0 * n + 1] * n for n in (1, 7, 16, 40, 3, 12)]
+        assert torch.equal(matrix, (2 * torch.arange(40.0).view(5, 8) + 1).t())
+        assert wide.tolist() == [3.0] * 9
+
+
+def test_fsdp_reduces_again_without_its_accumulator(ranks_found: Any) -> None:
+    assert [rank["fsdp_syncs_again"] for rank in ranks_found] == [True, True]
+
+
 def test_an_overflow_on_one_rank_skips_on_all(ranks_found: Any) -> None:
     for rank in ranks_found:
         assert rank["an_overflow_on_one_rank"] == (True, True, 4.0)

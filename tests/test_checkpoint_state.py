@@ -53,6 +53,18 @@ class MovingMean(nn.Module):
         return out.sin()
 
 
+class Sharing(MovingMean):
+    """Reads the moved mean through another module that has the same buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Module()
+        self.other.register_buffer("mean", self.mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (x * self.other.mean.clone()[:, None]).sin()
+
+
 class OwnBatchNorm(nn.Module):
     """Batch normalisation whose buffers torch writes to without counting it, and without a count of batches."""
 
@@ -72,6 +84,7 @@ INNER: dict[str, Callable[[], nn.Module]] = {
     "own": OwnBatchNorm,
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Conv1d(CHANNELS, CHANNELS, 1)),
     "moving mean": MovingMean,
+    "moving mean of two modules": Sharing,
     "moving mean, exchanged": lambda: MovingMean(in_place=False),
 }
 
