@@ -70,6 +70,26 @@ def test_the_least_is_policy_layer_and_the_most_is_no_checkpoint():
     assert least.transient_bytes > 0
 
 
+@pytest.mark.parametrize(("n", "held", "transient"), [(639, 128, 1024), (1151, 640, 512), (1152, 1152, 0)])
+def test_what_a_block_s_recomputation_makes_is_what_it_saves_and_does_not_hold(n, held, transient):
+    """Saved: the input, 4 x 8, and what goes into GELU and what comes out of it, 4 x 32 each."""
+    block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    model = nn.Sequential(nn.Linear(8, 8), block)
+    handle = hs.checkpoint(model, hs.ByteBudget(n), blocks=[block])
+    model(torch.ones(4, 8)).sum().backward()
+    assert (handle.plan.bytes, handle.plan.transient_bytes) == (held, transient)
+
+
+def test_of_plans_that_fit_the_one_for_the_smallest_shapes_is_used():
+    """It keeps the most: here all, 20 rows of 8 + 32 + 32 numbers."""
+    block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    model = nn.Sequential(nn.Linear(8, 8), block)
+    handle = hs.checkpoint(model, hs.ByteBudget(6000), blocks=[block])
+    for shape in ((2, 10), (6, 4), (2, 2)):
+        model(torch.ones(*shape, 8)).sum().backward()
+    assert handle.plan.bytes == handle.plan.most == 20 * (8 + 32 + 32) * 4
+
+
 def test_less_than_the_least_is_refused_with_the_number():
     least = budgeted(llama, LOTS)[1].plan.least
     model = made(llama)

@@ -104,6 +104,9 @@ def test_bytes_while_the_block_runs_and_split():
         assert measured.by_dtype == {torch.float32: 40, torch.float64: 32}
         del a
         assert (measured.bytes, measured.peak) == (32, 72)
+        c = torch.ones(2)
+        assert (measured.bytes, measured.peak) == (40, 72)
+        del c
     assert (measured.bytes, measured.peak) == (32, 72)
     assert measured.by_dtype == {torch.float64: 32}
     assert measured.by_device == {"cpu": 32}
