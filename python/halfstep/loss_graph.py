@@ -47,8 +47,8 @@ def check_unscaled(loss: Tensor, scale: Tensor) -> None:
     node = loss.grad_fn
     while node is not None and node.name().startswith(_HANDING_ON) and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
-    other = getattr(node, "_saved_other", None)
-    if isinstance(other, Tensor) and node.name().startswith("Mul") and other.data_ptr() == scale.data_ptr():
+    other = None if node is None or not node.name().startswith("Mul") else getattr(node, "_saved_other", None)
+    if isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr():
         raise ValueError(
             "the loss was scaled already, by scaler.scale(); the accumulator, which has the scaler, does that. Pass "
             "the loss as it is"
