@@ -68,8 +68,9 @@ def parts(folder: Path) -> tuple[list[Part], list[str]]:
     if tool is None:
         left_out.append("compute-sanitizer is not on the PATH: memcheck, racecheck and initcheck were not run")
     chosen += checks
-    cases = {"attention": (100, ["--rounds", "3", "--only", ATTENTION_CASES]), "optimizer": (60, ["--rounds", "5"])}
-    for bench, (seconds, options) in (cases | {"cast": (35, ["--rounds", "5"])}).items():
+    cases = {"attention": (75, ["--rounds", "3", "--only", ATTENTION_CASES]), "optimizer": (60, ["--rounds", "5"])}
+    cases |= {"cast": (35, ["--rounds", "5"]), "activations": (30, ["--rounds", "3", "--only", "4 x 2048"])}
+    for bench, (seconds, options) in cases.items():
         command = [sys.executable, "-m", "halfstep", "bench", bench, "--device", "cuda", "--out", str(folder)]
         chosen.append(Part(f"bench {bench}", [*command, *options], seconds))
     return chosen, left_out

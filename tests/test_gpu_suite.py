@@ -32,6 +32,7 @@ CHOSEN = (
 )
 
 
+BENCHES = ("attention", "optimizer", "cast", "activations")
 TRITON = {"TRITON_INTERPRET": "1"}
 # Interpreted, a step takes about a second: few modes of what is about the device. tests/interpreted has the rest
 INTERPRETED = (
@@ -205,7 +206,7 @@ def test_the_parts(tool: str | None, missing: list[str], tmp_path: Path, monkeyp
     checks = {"native": ["memcheck", "racecheck", "initcheck"], "triton": ["memcheck"]} if tool else {}
     expected = [test for name in there for test in (f"tests, {name}", *(["tests, attention"] * (name == "triton")))]
     expected += [f"{check}, {name}" for name in there for check in checks.get(name, [])]
-    assert [p.name for p in chosen] == [*expected, "bench attention", "bench optimizer", "bench cast"]
+    assert [p.name for p in chosen] == [*expected, *(f"bench {name}" for name in BENCHES)]
     assert [line for line in left_out if "not built" in line] == [
         f"the tests of the backend {name!r} were not run: not built" for name in missing
     ]
@@ -218,7 +219,7 @@ def test_the_parts(tool: str | None, missing: list[str], tmp_path: Path, monkeyp
             assert p.command[p.command.index("--backend") + 1] == backend_of
             assert (p.command[-1] == gpu_run.ATTENTION) == of_attention, "each test in one of the parts"
             assert p.command[-1].removeprefix("not ") == gpu_run.ATTENTION
-    for p in chosen[-3:]:
+    for p in chosen[-len(BENCHES) :]:
         options = p.command[p.command.index("bench") + 2 :]
         given = command._parser("x", "").parse_args(options)
         assert (given.device, given.out, given.quick) == ("cuda", tmp_path, False)
