@@ -112,3 +112,11 @@ def assert_within_budget(
 def run(accumulator: Any, net: nn.Module, parts: Sequence[Batch], reduction: str = "mean") -> None:
     for batch in parts:
         accumulator.backward(token_loss(net, batch, reduction), tokens=valid(batch[1]))
+
+
+def assert_to_rounding(got: Tensor, expected: Tensor, terms: int, among: Sequence[Tensor] = ()) -> None:
+    """Equal up to the rounding of sums of so many terms, in the first one's dtype, beside the largest number; `among`:
+    of these tensors, where the terms cancel."""
+    largest = max(tensor.abs().max() for tensor in (*among, expected))
+    bound = terms * torch.finfo(got.dtype).eps * largest
+    assert (got.double() - expected.double()).abs().max() <= bound

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accumulation import (
     LENGTHS,
+    assert_to_rounding,
     assert_within_budget,
     batches,
     gradients,
@@ -32,6 +33,9 @@ import halfstep as hs
 from halfstep.ops import backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+TOKENS = sum(LENGTHS)
 
 
 def accumulator(net: nn.Module, steps: int = len(LENGTHS), **options: Any) -> hs.Accumulator:
@@ -185,8 +189,9 @@ def test_equal_weights_are_a_mean_of_means() -> None:
     for batch in parts:
         (token_loss(twin, batch) / len(parts)).backward()
     for name, grad in gradients(net).items():
-        torch.testing.assert_close(grad.double(), gradients(twin)[name], rtol=1e-5, atol=1e-7)
-    assert window.loss.item() == pytest.approx(sum(token_loss(twin, b).item() for b in parts) / len(parts), rel=1e-6)
+        assert_to_rounding(grad, gradients(twin)[name], TOKENS)
+    mean = sum(token_loss(twin, b).detach() for b in parts) / len(parts)
+    assert_to_rounding(window.loss.float(), mean, TOKENS)
 
 
 def test_a_shorter_last_window() -> None:
@@ -203,7 +208,7 @@ def test_a_shorter_last_window() -> None:
     twin.load_state_dict(net.state_dict())
     window.finish()
     for name, grad in whole_batch(twin, parts[3:])[1].items():
-        torch.testing.assert_close(gradients(net)[name], grad, rtol=1e-5, atol=1e-7)
+        assert_to_rounding(gradients(net)[name], grad, TOKENS)
     window.step()
     assert not window.pending
 

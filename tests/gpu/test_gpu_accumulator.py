@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accumulation import assert_to_rounding
 from adversarial import ordinary
 from bits import assert_same_bits
 from optimizer_runs import copies, parameters
@@ -109,13 +110,13 @@ def test_batch_norm_of_a_window(gpu: Any, kind: type[nn.BatchNorm2d], exact: boo
     if exact:
         with norms.exact(parts, norm):
             got = torch.cat([norm(x) for x in parts])
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert_to_rounding(got, expected, 29 * 25)
     else:
         for x in parts:
             norm(x)
         norms.update()
     for name in ("running_mean", "running_var"):
-        torch.testing.assert_close(getattr(norm, name), getattr(whole, name), rtol=1e-5, atol=1e-6)
+        assert_to_rounding(getattr(norm, name), getattr(whole, name), 29 * 25)  # samples, positions
     assert norm.num_batches_tracked.item() == 1
 
 
