@@ -41,6 +41,7 @@ LAUNCHES = {
     "grad_stats": STATISTICS,
     "l2_norms": STATISTICS,
     "accumulate_": ["accumulate"],
+    "Accumulator": ["cast", "accumulate", "scale", *CLIPPED_STEP],
     "attention": ATTENTION,
     "attention_varlen": ATTENTION,
     "unscale_": ["scale"],
