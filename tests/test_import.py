@@ -38,6 +38,12 @@ def test_import_is_light() -> None:
     assert not new & HEAVY
 
 
+def test_the_planner_waits_until_it_is_asked_for() -> None:
+    code = "import sys, halfstep as hs; first = 'halfstep.planner' in sys.modules; "
+    code += "print(first, callable(hs.plan), 'halfstep.planner' in sys.modules, hasattr(hs, 'planet'))"
+    assert run(code).split() == ["False", "True", "True", "False"]
+
+
 def test_import_is_quick() -> None:
     code = "import time, torch; start = time.process_time(); import halfstep; print(time.process_time() - start)"
     assert min(float(run(code)) for _ in range(TRIES)) < BUDGET_SECONDS

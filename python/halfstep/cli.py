@@ -1,4 +1,4 @@
-"""The `halfstep` command: `halfstep doctor` and `halfstep bench`."""
+"""The `halfstep` command: `halfstep doctor`, `halfstep bench` and `halfstep plan`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from halfstep import doctor as doctor_module
+from halfstep.planner.command import command as plan_command
 
 BENCHES = Path(__file__).resolve().parent / "bench"
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Mixed-precision training steps with less memory and time.",
 )
+app.command("plan")(plan_command)
 
 
 @app.command()
