@@ -43,18 +43,10 @@ class Allowance:
         return {"context": context, "fragmentation": round(self.fragmentation * tensors)}
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes on the GPU that needs the most. Phases hold what is there at the phase's highest moment."""
+class Phases:
+    """What follows from the parts of each phase; a base of what has them."""
 
-    model: Model
-    job: Job
-    parts: Mapping[str, int]  # every part at its own largest; their sum is more than the peak
     phases: Mapping[str, Mapping[str, int]]
-    first_step_peak: int  # before the optimizer has made its states
-    host: Mapping[str, int]  # in host memory for one GPU, pinned
-    transients: Mapping[str, int]  # those parts that come and go inside a step
-    stage: Stage = field(repr=False)
 
     @property
     def totals(self) -> dict[str, int]:
@@ -69,6 +61,20 @@ class Estimate:
     @property
     def peak_phase(self) -> str:
         return max(self.totals, key=lambda phase: self.totals[phase])
+
+
+@dataclass(frozen=True)
+class Estimate(Phases):
+    """Bytes on the GPU that needs the most. Phases hold what is there at the phase's highest moment."""
+
+    model: Model
+    job: Job
+    parts: Mapping[str, int]  # every part at its own largest; their sum is more than the peak
+    phases: Mapping[str, Mapping[str, int]]
+    first_step_peak: int  # before the optimizer has made its states
+    host: Mapping[str, int]  # in host memory for one GPU, pinned
+    transients: Mapping[str, int]  # those parts that come and go inside a step
+    stage: Stage = field(repr=False)
 
 
 def estimate(model: Model, job: Job, allowance: Allowance | None = None) -> Estimate:

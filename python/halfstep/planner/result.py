@@ -10,7 +10,7 @@ from .batch import LearningRate
 from .hardware import Hardware
 from .job import Job
 from .levers import Lever
-from .memory import ACTIVATION_PARTS, STATE_PARTS, TRANSIENTS, Estimate
+from .memory import ACTIVATION_PARTS, STATE_PARTS, TRANSIENTS, Estimate, Phases
 from .model import ModelShape
 from .module import MeasuredModel
 from .plain import from_plain, to_plain
@@ -26,7 +26,7 @@ PART_ORDER = (*STATE_PARTS, *ACTIVATION_PARTS, *TRANSIENTS, "inputs", "fragmenta
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Phases):
     """Bytes on the GPU that needs the most; `Estimate` without what it was made from."""
 
     parts: dict[str, int]  # every part at its own largest moment; their sum is more than the peak
@@ -39,18 +39,6 @@ class Memory:
     def of(cls, found: Estimate) -> Memory:
         phases = {phase: _ordered(parts) for phase, parts in found.phases.items()}
         return cls(_ordered(found.parts), phases, found.first_step_peak, dict(found.host), _ordered(found.transients))
-
-    @property
-    def totals(self) -> dict[str, int]:
-        return {phase: sum(parts.values()) for phase, parts in self.phases.items()}
-
-    @property
-    def peak(self) -> int:
-        return max(self.totals.values())
-
-    @property
-    def peak_phase(self) -> str:
-        return max(self.totals, key=lambda phase: self.totals[phase])
 
 
 def _ordered(parts: Mapping[str, int]) -> dict[str, int]:
